@@ -27,7 +27,6 @@ MINUTES ?= 4
 NAME    ?= demo
 DATA    ?=
 
-# Byte code is kept, whatever the environment says: the tests start many processes.
 # Files of tests run side by side, each whole in one process; WORKERS=0 runs all in pytest's own (-s, --pdb).
 WORKERS ?= 2
 ARGS    ?=
@@ -60,6 +59,7 @@ demo-hybrid: $(VENV)/.hybrid
 synthetics: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python examples/synthetics.py $(ARGS)
 
+# Byte code is kept, whatever the environment says: the tests start many processes.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile \
     --no-loadscope-reorder --durations=10
 

@@ -77,6 +77,8 @@ PROGRAMS = [
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
+        ("if not self.program.lowerings:", "if True:", "kernels are generated for calls that an engine runs",
+         "tests/test_scalar_decay.py::test_kernels_are_generated_where_no_engine_runs_a_call"),
         ("meta.sizes(), meta.rows or 1", "meta.sizes(), 1", "ranks count rows of tokens as tokens",
          _ROWS + "test_ranks_equal_the_token_loop[2-lengths0-bounds1]"),
     ),

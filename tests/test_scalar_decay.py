@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from flexsp import ops
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
+from flexsp.compiler.backend import generated_kernels
+from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.kernels.diagonal.launches import DiagonalPlan
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
@@ -249,6 +252,43 @@ def test_in_another_process(tmp_path: Path) -> None:
     )
     env = os.environ | INTERPRETED | {"PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
+
+
+def derived(sp: Any) -> list[Any]:
+    """How often a program is differentiated: by calls that the engine runs, and by reading the layout twice."""
+    found, model = [0], simple_gla.make(1, 5, 6)
+    plain = generated_kernels.differentiate
+
+    def counted(program: Any) -> Any:
+        found[0] += 1
+        return plain(program)
+
+    q, k, v, g = (torch.randn(1, 9, 1, n) for n in (5, 5, 6, 1))
+    counts = []
+    with mock.patch.object(generated_kernels, "differentiate", counted):
+        for packed in (None, torch.tensor([0, 4, 9])):
+            model(q=q, k=k, v=v, g=-g[..., 0].abs(), cu_seqlens=packed)
+            counts.append(found[0])
+        made = generated_kernels.Generated(model.program)
+        return [counts, made.layout is made.layout, found[0]]
+
+
+def test_kernels_are_generated_where_no_engine_runs_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes seconds; a failure to do it is remembered, too."""
+    ((counts, same, after),) = run_ranks(derived, 1, env=INTERPRETED)
+    assert counts == [0, 0] and same and after == 1
+    model, tried = simple_gla.make(1, 5, 6), []
+
+    def refused(program: Any) -> Any:
+        tried.append(program)
+        raise NotEmittable("no kernel is made of it")
+
+    monkeypatch.setattr(generated_kernels, "differentiate", refused)
+    made = generated_kernels.Generated(model.program)
+    for _ in range(2):
+        with pytest.raises(NotEmittable, match="no kernel is made of it"):
+            made.layout  # noqa: B018  (read, not used)
+    assert len(tried) == 1
 
 
 def test_explain(tmp_path: Path) -> None:

@@ -83,4 +83,4 @@ def test_nothing_is_compiled_beside_work_elsewhere() -> None:
         return 1
 
     assert torch.compile(lambda x: x + run_in_clean_thread(x.device, work), backend="eager")(torch.zeros(())) == 1
-    assert names[names.index("join") + 1] == "_elsewhere"  # not what torch.compile made of the rest of it
+    assert names[names.index("join") + 1] == "_in_thread"  # not what torch.compile made of the rest of it

@@ -376,7 +376,7 @@ class LinearAttention:
     def _generated(self) -> Generated | str:
         """The kernels made of the functions, or why there are none.
 
-        Deriving them takes seconds. Where engines may run the calls, it waits for a call that none of them takes.
+        Deriving them takes seconds. A variant with lowerings derives them at the first call that none of these runs.
         """
         try:
             from flexsp.compiler.backend.generated_kernels import generated
@@ -393,7 +393,7 @@ class LinearAttention:
             return str(error)
 
     def _derived(self) -> Generated | str:
-        """The same, derived."""
+        """`_generated` with its kernels derived, or why there are none."""
         if isinstance(self._generated, str):
             return self._generated
         try:

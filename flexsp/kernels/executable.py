@@ -95,7 +95,8 @@ class CallSpec:
 
 
 def aligned_16(strides: Sequence[int]) -> bool:
-    """Whether rows of half precision at an address that 16 divides begin at one that Triton knows to be such, too."""
+    """Whether all strides are multiples of 16 elements. Then Triton knows that all rows lie at multiples of 16 bytes if
+    the first one does."""
     return all(n % 16 == 0 for n in strides)
 
 

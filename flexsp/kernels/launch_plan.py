@@ -40,7 +40,8 @@ class Buffer:
     """A tensor as it lies in memory.
 
     Inputs have the names by which they are given, and "o" and "do" are the outputs and their gradient. Names that a
-    plan makes up begin with "@", and those of gradients with "d_": no input may be called so.
+    plan makes up begin with "@", and those of gradients with "d_". Values that generated kernels keep of every chunk
+    have their names in the code. No input may be called so.
     """
 
     name: str
@@ -110,7 +111,7 @@ class LaunchPlan(ABC):
     kernels: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        """Puts what is asked of a plan in every call beside the fields, where it costs nothing to look up."""
+        """Stores as plain attributes what every call reads, since a property costs host time in each call."""
         for name in ("B", "T", "H", "docs", "chunk", "n_chunks", "n_seg"):
             vars(self)[name] = getattr(self.tiling, name)
         vars(self).update(self.settled())
@@ -236,8 +237,8 @@ class LaunchPlan(ABC):
         )  # fmt: skip
 
     def in_walk(self, edge: str | None) -> str | None:
-        """States at an edge where walks over chunks read or write them. Elsewhere they are the first or last states
-        that the scan has, and are copied."""
+        """`edge` if walks over chunks read or write these states themselves. Else they are the first or last slot of
+        the scan's states, and are copied: None."""
         return edge if self.docs or not self.scanned else None
 
     def copied_unless_packed(self, to: str, source: str, *, slots: tuple[int | None, int | None]) -> list[LaunchSpec]:

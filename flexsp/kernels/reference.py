@@ -42,7 +42,7 @@ class Step(Protocol):
         """States of the one that enters the shard; `initial` are those of documents."""
 
     def through(self) -> Transition:
-        """What all chunks do to a state; "sequential" where that is no one map, so that ranks run one by one."""
+        """The transition of all chunks together; "sequential" if chunks do not compose: ranks then run one by one."""
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         """Outputs [B, T, H, V] of the states that enter the chunks."""

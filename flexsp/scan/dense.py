@@ -10,7 +10,7 @@ import triton.language as tl
 
 __all__ = ["MOST", "load_dense", "through"]
 
-MOST = 256  # rows of a state: of so many, 16 columns are a whole tile, the least that tl.dot takes
+MOST = 256  # rows of a state at most: a tile of 256 rows has 16 columns, the fewest that tl.dot takes
 
 _BLOCK = tl.constexpr(32)
 _UNROLLED = tl.constexpr(128)

@@ -351,7 +351,8 @@ def _validate(states: torch.Tensor, transition: Transition, reverse: bool) -> No
     kind = KINDS[transition.kind]
     if states.dtype not in kind.dtypes or not states.is_contiguous():
         dtypes = " or ".join(str(dtype).removeprefix("torch.") for dtype in kind.dtypes)
-        raise ValueError(f"states: expected a contiguous {dtypes} tensor, got {states.dtype}, {states.stride()}")
+        got = f"{states.dtype}, strides {states.stride()}"
+        raise ValueError(f"states: expected a contiguous {dtypes} tensor, got {got}")
     if (expected := too_large(K, V, transition.kind == "dense")) is not None:
         raise ValueError(f"states: expected {expected}, got K={K}, V={V}")
     if (reverse and kind.adjoint != transition.kind) or kind.adjoint is None:

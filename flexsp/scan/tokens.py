@@ -1,7 +1,8 @@
 """Positions of this rank's tokens in the whole sequence, and what they need of the tokens before and behind them.
 
 Sums and positions go on from rank to rank (``sp``) and start anew with every document (``cu_seqlens``). Tokens behind
-the last document are treated as one more document. All functions but `positions` are collective over ``sp``.
+the last document are treated as one more document. All functions are collective over ``sp``; `positions`, `begins`,
+`read_here` and `without_tail` only if `set_lengths` was not called.
 
 Values of whole sequences, [N, H, ...], follow the rules of the ops' states. Without documents the first rank gives
 initial values and the last rank has final ones. With documents every rank has a row for each document. It reads the

@@ -69,7 +69,7 @@ KINDS: dict[str, Kind] = {
     ),
     # The derivative of a maximum has a factor for each number, which says whose it is. Stabilisers need float64.
     "max-plus": Kind(
-        "the larger of state plus shift and another: ranks exchange the shifts and the others",
+        "the larger of state plus shift and another: ranks exchange the state and take the maximum",
         axes="KV", function="decay_shift", by=2, adjoint="elementwise", dtypes=(torch.float32, torch.float64),
         sent_as="numbers",
     ),

@@ -48,7 +48,12 @@ class _DeltaRule(Lowering):
         return launch_plan_of(given, beta, gate, scale, initial, docs, ends, chained, text, code.program.merge.name)
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
-        return _runs(code, inputs, None)
+        beta, gate = _names(code)
+        if not _runs(code, inputs, None):
+            return False
+        several = inputs["q"][1][0] != inputs["k"][1][0]  # keys a token
+        # Kernels for gates of channels take one key a token, as `plan` says.
+        return not (several and gate is not None and len(inputs[gate][1]) == 3)
 
     def refuses(self, plan: GeneratedPlan) -> str | None:
         return "it runs whole calls only"

@@ -140,8 +140,8 @@ def _launch(plan: GeneratedPlan, given: LaunchSpec, kernel: Any, how: _How, part
 def _gradients(plan: GeneratedPlan, given: LaunchSpec, kernel: Any, mild: bool) -> LaunchSpec:
     how, blocks, layout = _BACKWARD[mild], dict(plan.tiling.blocks), plan.code.layout
     parts = -(-plan.sizes[layout.rows] // min(how.channels, blocks[layout.rows])) + 1
-    # Two steps over columns even where one tile could hold them all. A loop of one step is unrolled, the loads that two
-    # such loops share become one, and the registers that hold its result from one loop to the other spill.
+    # Two steps over more than 16 columns, even if one tile could hold them all. A loop of one step is unrolled, and the
+    # loads that two such loops share become one: the registers that hold its result from loop to loop spill.
     columns = min(how.columns, max(16, blocks[layout.cols] // 2))
     sizes = {"V": plan.sizes[layout.cols], "BV": columns, "PARTS": parts}
     launch = _launch(plan, given, kernel, how, parts)

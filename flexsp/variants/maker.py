@@ -37,6 +37,7 @@ def maker(
     def make(
         H: int, K: int, V: int = 0, dtype: torch.dtype = torch.float32, scale: float | None = None, **options: Any
     ) -> LinearAttention:
+        """The variant for H heads with states [K, V], or [K]; `options` are those of `LinearAttention`."""
         sizes: dict[str, Any] = {"T": "T"} | {name: ConstExpr(name, n) for name, n in (("H", H), ("K", K))}
         if state == "HKV":
             sizes["V"] = ConstExpr("V", V)
@@ -45,6 +46,6 @@ def maker(
         meta["prev_s"] = SymbTensor(["NS", *(sizes[x] for x in state)])
         if state == "HKV":
             meta["scale"] = K**-0.5 if scale is None else scale
-        return LinearAttention(meta, chunk, decay, merge, lowerings=lowerings, **options)
+        return LinearAttention(meta, chunk, decay, merge, **{"lowerings": lowerings, **options})
 
     return make

@@ -125,56 +125,16 @@ def _sizes(shape: Sequence[Any]) -> tuple[str, ...]:
     return tuple(x.name if isinstance(x, ConstExpr) else str(x) for x in shape)
 
 
-class Generated:
-    """The kernels of one program: their sources, and the module they were written to.
+class _Derivation:
+    """What is made of a program: its step, differentiated and cut into stages, and the kernels. It takes seconds.
 
-    `flexsp.compiler.planning` plans what runs them. With `pieces`, chunkwise kernels take the state's columns in
-    pieces. All but the program is derived when it is first read: a call that an engine runs whole never needs it.
+    Raises:
+        NotEmittable: there are no kernels for the program.
     """
 
-    stages: list[Stage]
-    step: Step
-    saved: tuple[str, ...]
-    inverts: bool
-    parts: list[list[str]]
-    small: list[str]
-    sums: list[str]
-    layout: Layout
-    kernels: dict[str, Kernel]
-    _DERIVED = frozenset(("stages", "step", "saved", "inverts", "parts", "small", "sums", "layout", "kernels"))
-
-    def __init__(
-        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, pieces: bool = False
-    ) -> None:
-        self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
-        self.dense = program.transition == "dense"
-        _refuse_transition(program)
-        if pieces and KINDS[program.transition].by_number:
-            raise NotEmittable(
-                f"the transition of {program.decay.name!r} (at {program.decay.line}) is {program.transition}; kernels "
-                "of states of more than 128 x 256 take one factor for each head or each row, so make K or V smaller"
-            )
-        if chunk_size not in (None, *CHUNKS):
-            raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
-
-    def __getattr__(self, name: str) -> Any:
-        """Of what is not there yet."""
-        if name not in self._DERIVED:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self.derive()
-        return self.__dict__[name]
-
-    def derive(self) -> None:
-        """Differentiates the functions and writes the kernels, once; NotEmittable if there are none. Takes seconds."""
-        if in_turn():
-            self._derive()
-        elif "kernels" not in self.__dict__:
-            one_at_a_time(self._derive, self.program.merge.name)
-
-    def _derive(self) -> None:
-        if "kernels" in self.__dict__:  # another thread was first
-            return
-        step = differentiate(self.program)
+    def __init__(self, program: Program, pieces: bool) -> None:
+        self.program, self.pieces, self.dense = program, pieces, program.transition == "dense"
+        step = differentiate(program)
         self.stages = make_stages(step)
         self.saved = self._saved(step)
         given = [*self.saved, *(name for stage in self.stages if stage.backward for name in stage.leaves)]
@@ -182,14 +142,13 @@ class Generated:
         self.inverts = any(x.kind == "inverse" for x in step.intrinsics)
         self.step, self.parts, self.small, self.sums = split_gradients(step, gradients, given)
         self.layout = self._layout()
-        kernels = self._make()
+        self.kernels: dict[str, Kernel] = self._make()
         if step.condition:
             raise NotEmittable(
                 "kernels compute the same for all sizes, and the functions do something else for others: they were "
                 f"traced where {step.condition}. C are the tokens of a chunk, from 1 to its size; a slice such as "
                 "x[:16] is one thing for 10 tokens and another for 20"
             )
-        self.kernels = kernels  # the last one: the others may be there of an attempt that failed
 
     def _layout(self) -> Layout:
         graph = self.step.graph
@@ -292,6 +251,83 @@ class Generated:
         found = [name for stage in self.stages if not stage.backward for name in stage.leaves]
         scratch = {n for x in step.intrinsics for n in x.args} - for_backward
         return tuple(name for name in found if name not in scratch or step.kept[name].running)
+
+
+class Generated:
+    """The kernels of one program: their sources, and the module they were written to.
+
+    `flexsp.compiler.planning` plans what runs them. With `pieces`, chunkwise kernels take the state's columns in
+    pieces. The kernels are derived when something of them is first read, which takes seconds, and raises NotEmittable
+    if there are none: a call that a lowering runs whole never needs them.
+    """
+
+    def __init__(
+        self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, pieces: bool = False
+    ) -> None:
+        self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
+        self.dense = program.transition == "dense"
+        self._found: _Derivation | NotEmittable | None = None
+        _refuse_transition(program)
+        if pieces and KINDS[program.transition].by_number:
+            raise NotEmittable(
+                f"the transition of {program.decay.name!r} (at {program.decay.line}) is {program.transition}; kernels "
+                "of states of more than 128 x 256 take one factor for each head or each row, so make K or V smaller"
+            )
+        if chunk_size not in (None, *CHUNKS):
+            raise NotEmittable(f"chunk_size = {chunk_size}: kernels are generated for {', '.join(map(str, CHUNKS))}")
+
+    def derive(self) -> _Derivation:
+        """Derives the kernels, once; NotEmittable if there are none, once more at each call."""
+        if self._found is None and in_turn():
+            self._set()
+        elif self._found is None:
+            one_at_a_time(self._set, self.program.merge.name)
+        if not isinstance(self._found, _Derivation):
+            raise NotEmittable(str(self._found))
+        return self._found
+
+    def _set(self) -> None:
+        if self._found is None:  # else another thread was first
+            try:
+                self._found = _Derivation(self.program, self.pieces)
+            except NotEmittable as error:
+                self._found = error
+
+    @property
+    def step(self) -> Step:
+        return self.derive().step
+
+    @property
+    def stages(self) -> list[Stage]:
+        return self.derive().stages
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        return self.derive().saved
+
+    @property
+    def inverts(self) -> bool:
+        return self.derive().inverts
+
+    @property
+    def parts(self) -> list[list[str]]:
+        return self.derive().parts
+
+    @property
+    def small(self) -> list[str]:
+        return self.derive().small
+
+    @property
+    def sums(self) -> list[str]:
+        return self.derive().sums
+
+    @property
+    def layout(self) -> Layout:
+        return self.derive().layout
+
+    @property
+    def kernels(self) -> dict[str, Kernel]:
+        return self.derive().kernels
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype whose products kernels make for inputs of `dtype`.

@@ -143,7 +143,10 @@ class _Local:
         return self._in_order(factors, one[..., :1] if thin else one)
 
     def find_maxima(self, initial: torch.Tensor | None, sp: SequenceParallel | None) -> None:
-        """Finds which operand each maximum took, as a factor 1 or 0 (`flexsp.scan.maxima`). Collective over ``sp``."""
+        """Finds which operand each maximum took, as a factor 1, 0, or 1/2 if both are equal (`flexsp.scan.maxima`).
+
+        Collective over ``sp``.
+        """
         assert self.program.linear is not None
         shifts, brought = [], []
         for values, n in zip(self.inputs, self.counts, strict=True):

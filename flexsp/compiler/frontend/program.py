@@ -15,6 +15,7 @@ from flexsp.compiler.frontend.trace import Traced
 
 __all__ = ["Program", "call", "has_parts", "widths"]
 
+
 @dataclass(frozen=True)
 class Program:
     """Three traced functions, with what `flexsp.compiler.frontend.check` found out about them."""

@@ -3,7 +3,6 @@
 This is the one list of them. The runner (`flexsp.kernels.executable`) puts strides and addresses in place of names. The
 cost model (`flexsp.compiler.planning.model`) adds up what each reads and writes; plans, `explain` and the traffic check
 use it.
-
 """
 
 from __future__ import annotations

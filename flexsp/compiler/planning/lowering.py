@@ -84,8 +84,8 @@ class Lowering:
         return launches
 
     def buffers(self, plan: GeneratedPlan) -> Sequence[Buffer]:
-        """Those of its own, which no other of the plan is named like. Their role is `Role.SAVED` where the backward
-        pass reads what the forward pass left."""
+        """The buffers that this lowering adds, with names that no other buffer of the plan has. Their role is
+        `Role.SAVED` if the backward pass reads what the forward pass left."""
         return ()
 
 

@@ -79,7 +79,10 @@ def choose_plan(
 def refusal(
     code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool, ranks: bool = False
 ) -> str | None:  # fmt: skip
-    """Why no generated kernels run a call with these inputs, or None. `sizes` are the inputs' sizes by name."""
+    """Why neither generated kernels nor a lowering run a call with these inputs, or None.
+
+    `sizes` are the inputs' sizes by name.
+    """
     if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
         return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
     # Asked first: what is generated is derived when it is first read, which takes seconds.

@@ -18,11 +18,13 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, replaced
 from flexsp.compiler.dispatch import executable_of
+from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.launches import GeneratedPlan
 from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.kernels.launch_plan import Buffer, Role
 from flexsp.kernels.launches import LaunchSpec
+from flexsp.variants import linear
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
 
@@ -221,3 +223,33 @@ def test_over_ranks(tmp_path: Path) -> None:
     assert run_script(tmp_path / "ranks.py", 3, **interpreted) == ["as one rank"]
 
 
+
+
+def merge_by_parts(q, k, v, chunk_state, scale):  # type: ignore[no-untyped-def]
+    """No kernel is made of the slices."""
+    w = (q @ k.T).tril()
+    return (q @ chunk_state + torch.cat([w[:16] * 1.0, w[16:]]) @ v) * scale
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    """Where no kernels are generated: `fallback` says so, whatever the lowering says it serves, or reads to say it."""
+
+    class Declines(Lowering):
+        name = "declines"
+
+        def serves(self, code: Any, inputs: Any) -> bool:
+            return not reads or bool(code.layout)
+
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    h, k, v = ConstExpr("H", 1), ConstExpr("K", 4), ConstExpr("V", 4)
+    meta = {name: SymbTensor(["T", h, k if name != "v" else v]) for name in "qkv"}
+    given: dict[str, Any] = meta | {"prev_s": SymbTensor(["NS", h, k, v]), "scale": 0.5}
+    functions = (linear.chunk, linear.decay, merge_by_parts)
+    x = {name: torch.randn(1, 20, 1, 4) for name in "qkv"}
+    variant = LinearAttention(given, *functions, lowerings=[Declines()], fallback="pytorch")
+    with pytest.warns(UserWarning, match="runs in PyTorch, slowly: no kernel is made of slice"):
+        o, _ = variant(**x)
+    assert o.isfinite().all()
+    with pytest.raises(NotEmittable, match="no kernels run this call: no kernel is made of slice"):
+        LinearAttention(given, *functions, lowerings=[Declines()])(**x)

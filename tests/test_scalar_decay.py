@@ -20,7 +20,7 @@ from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.kernels.diagonal.launches import DiagonalPlan
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
-from flexsp.variants import linear, retnet, simple_gla
+from flexsp.variants import hgrn, hgrn2, linear, retnet, simple_gla
 from flexsp.variants.scalar_decay import SCALAR_DECAY
 from tests.harness.generated import MANY_SEGMENTS, ONE_SEGMENT, Run, check_runs, documents
 from tests.harness.interpreted import INTERPRETED
@@ -295,3 +295,11 @@ def test_explain(tmp_path: Path) -> None:
     text = simple_gla.make(H, K, V, code_dir=tmp_path).explain()
     assert "engine: scalar_decay runs whole calls; what follows is of those that it leaves to generated kernels" in text
     assert "engine:" not in simple_gla.make(H, K, V, code_dir=tmp_path, lowering="generated").explain()
+
+
+def test_sizes_and_scales_that_a_variant_has_not() -> None:
+    with pytest.raises(ValueError, match="scale: expected None, since outputs of a vector state are"):
+        hgrn.make(2, 8, scale=0.5)
+    with pytest.raises(ValueError, match="V: expected the columns of a state, got 0"):
+        linear.make(2, 8)
+    assert hgrn2.make(1, 4, 4, lowerings=[SCALAR_DECAY]).program.lowerings == (SCALAR_DECAY,)

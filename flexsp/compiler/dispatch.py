@@ -14,7 +14,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.plan import choose_plan, not_generated
 from flexsp.devices import of_device
 from flexsp.kernels.executable import CallSpec, Executable
 
@@ -52,6 +52,8 @@ def executable_of(
         if fewer:
             raise NotEmittable(f"{fewer[0]}: expected {size} {what}, got {spec.shapes[fewer[0]][axis]}")
     sizes = _sizes(code, spec, initial)
+    if plan is None and code.program.lowerings and (reason := not_generated(code, sizes, spec.dtype)) is not None:
+        raise NotEmittable(reason)  # a lowering serves such calls, but did not take this one
     chained = sp is not None and sp.world_size > 1
     if plan is None:
         plan = choose_plan(

@@ -361,7 +361,10 @@ class LinearAttention:
             from flexsp.compiler.dispatch import executable_of
 
             given = {name: inputs[name] for name in (*meta.tokens, *meta.params)}
-            executable = executable_of(code, given, prev_s, cu_seqlens, group)
+            try:
+                executable = executable_of(code, given, prev_s, cu_seqlens, group)
+            except NotEmittable as error:  # a lowering serves such calls, but did not take this one
+                self._refused(str(error))
         return _Call(T, states, wide, executable)
 
     def _compile_ahead(self) -> None:
@@ -421,12 +424,16 @@ class LinearAttention:
             code = self._generated
             assert not isinstance(code, str)
             return code
+        self._refused(reason)
+        return None
+
+    def _refused(self, reason: str) -> None:
+        """Warns, once for each reason, that a call runs in PyTorch; NotEmittable where it may not."""
         if self._fallback is None:
             raise NotEmittable(f"{self.program.merge.name}: no kernels run this call: {reason}. {self.remedy}")
         if reason not in self._told:
             self._told.add(reason)
-            warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=3)
-        return None
+            warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=4)
 
     def _refusal(self, names: dict[str, int], looks: dict[str, TensorSpec], on_gpu: bool, ranks: bool) -> str | None:
         """Why no kernels run calls with inputs of these sizes, dtypes and shapes; None if kernels do."""

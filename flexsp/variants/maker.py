@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor
+from flexsp.exceptions import fail
 
 __all__ = ["maker"]
 
@@ -38,6 +39,10 @@ def maker(
         H: int, K: int, V: int = 0, dtype: torch.dtype = torch.float32, scale: float | None = None, **options: Any
     ) -> LinearAttention:
         """The variant for H heads with states [K, V], or [K]; `options` are those of `LinearAttention`."""
+        if state != "HKV" and scale is not None:
+            fail("scale", "None, since outputs of a vector state are the state", scale)
+        if state == "HKV" and V == 0:
+            fail("V", "the columns of a state", V)
         sizes: dict[str, Any] = {"T": "T"} | {name: ConstExpr(name, n) for name, n in (("H", H), ("K", K))}
         if state == "HKV":
             sizes["V"] = ConstExpr("V", V)

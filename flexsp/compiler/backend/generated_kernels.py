@@ -266,7 +266,7 @@ class Generated:
     ) -> None:
         self.program, self.code_dir, self.chunk, self.pieces = program, code_dir, chunk_size, pieces
         self.dense = program.transition == "dense"
-        self._found: _Derivation | NotEmittable | None = None
+        self._found: _Derivation | str | None = None  # a text says why there are none
         _refuse_transition(program)
         if pieces and KINDS[program.transition].by_number:
             raise NotEmittable(
@@ -291,7 +291,7 @@ class Generated:
             try:
                 self._found = _Derivation(self.program, self.pieces)
             except NotEmittable as error:
-                self._found = error
+                self._found = str(error)  # the error itself would hold the frames of the attempt
 
     @property
     def step(self) -> Step:

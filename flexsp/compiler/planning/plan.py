@@ -30,7 +30,7 @@ from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
 from flexsp.scan.tiles import MOST_ROWS, too_large
 
-__all__ = ["candidates", "choose_plan", "refusal"]
+__all__ = ["candidates", "choose_plan", "not_generated", "refusal"]
 
 _LONGEST = 128
 _PIECE = {True: 64, False: 32}  # columns of a piece of a large state, in bf16 or not
@@ -85,15 +85,22 @@ def refusal(
     """
     if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
         return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
-    # Asked first: what is generated is derived when it is first read, which takes seconds.
-    if any(x.serves(code, inputs) for x in code.program.lowerings):
-        return None
+    try:
+        # Asked first: what is generated is derived when it is first read, which takes seconds.
+        if any(x.serves(code, inputs) for x in code.program.lowerings):
+            return None
+    except NotEmittable as error:  # a lowering that reads it
+        return str(error)
+    return not_generated(code, sizes, inputs[next(iter(code.program.meta.tokens))][0])
+
+
+def not_generated(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
+    """Why no generated kernels run calls of these sizes, or None."""
     try:
         if code.layout.parts:
             rows, cols = code.layout.numbers(sizes)
             if (taken := too_large(rows, cols, code.dense)) is not None:
                 return f"state and extra state make a matrix of {rows} x {cols}; kernels scan {taken}"
-        dtype = inputs[next(iter(code.program.meta.tokens))][0]
         wrong = _wrong_on_gpus(code, sizes, dtype)
         if wrong is not None:
             return wrong

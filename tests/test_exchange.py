@@ -172,7 +172,7 @@ def _unread(sp: SequenceParallel, xs: Tensors, mode: str) -> tuple:
         return model(xs[sp.rank]), sp.calls - before
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile", "compile inductor"])
+@pytest.mark.parametrize("mode", ["eager", "compile", *slow("compile inductor")])
 def test_an_unread_state_still_communicates(mode: str) -> None:
     """Rank 1 does not read what arrives, so a compiler there sees dead code; its neighbour waits all the same."""
     xs = [0.3 * torch.randn(T, 3, dtype=torch.float64) for T in (2, 3)]

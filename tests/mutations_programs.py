@@ -76,7 +76,21 @@ PROGRAMS = [
         ("extra + 1 + len(rows)", "extra + 1", "heads that come first come before a token's rows", _ROWS + "test_heads_first"),
     ),
     *_in(
+        "flexsp/compiler/dispatch.py",
+        ("if plan is None and code.program.lowerings and", "if False and",
+         "kernels that are known to be wrong run what a lowering declines",
+         "tests/test_lowering.py::test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch"),
+    ),
+    *_in(
+        "flexsp/variants/delta_rule.py",
+        ("return not (several and", "return not (False and", "the delta engine says that it takes what it does not",
+         "tests/test_lowering.py::test_the_delta_engine_serves_what_it_takes"),
+    ),
+    *_in(
         "flexsp/compiler/linear_attention.py",
+        ("                self._refused(str(error))", "                raise",
+         "a fallback is lost where a lowering serves a call and does not take it",
+         "tests/test_lowering.py::test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch"),
         ("if not self.program.lowerings:", "if True:", "kernels are generated for calls that an engine runs",
          "tests/test_scalar_decay.py::test_kernels_are_generated_where_no_engine_runs_a_call"),
         ("meta.sizes(), meta.rows or 1", "meta.sizes(), 1", "ranks count rows of tokens as tokens",

@@ -17,14 +17,17 @@ import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, replaced
+from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.graphs.values import NotEmittable
+from flexsp.compiler.planning import plan as planning
 from flexsp.compiler.planning.launches import GeneratedPlan
 from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.kernels.launch_plan import Buffer, Role
 from flexsp.kernels.launches import LaunchSpec
-from flexsp.variants import linear
+from flexsp.variants import linear, vector_gated_delta
+from flexsp.variants.delta_rule import DELTA_RULE
 from tests.guides import run_script, save_scripts
 from tests.harness.interpreted import INTERPRETED
 
@@ -253,3 +256,17 @@ def test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch(monkeypatch: p
     assert o.isfinite().all()
     with pytest.raises(NotEmittable, match="no kernels run this call: no kernel is made of slice"):
         LinearAttention(given, *functions, lowerings=[Declines()])(**x)
+    # Neither do generated kernels run what they are known to get wrong.
+    monkeypatch.setattr(planning, "_wrong_on_gpus", lambda *args: "wrong on GPUs")
+    with pytest.raises(NotEmittable, match="no kernels run this call: wrong on GPUs"):
+        LinearAttention(given, linear.chunk, linear.decay, linear.merge, lowerings=[Declines()])(**x)
+
+
+def test_the_delta_engine_serves_what_it_takes() -> None:
+    """Kernels for gates of channels take one key a token."""
+    model = vector_gated_delta.make(1, 16, 16, torch.bfloat16)
+    code, (half, rows) = Generated(model.program), (torch.bfloat16, (8, 1, 16))
+    spec = {"q": (half, rows), "k": (half, rows), "v": (half, rows), "g": (torch.float32, rows)}
+    spec["beta" if "beta" in model.program.meta.tokens else "b"] = half, rows[:2]
+    assert DELTA_RULE.serves(code, spec)
+    assert not DELTA_RULE.serves(code, spec | {"q": (half, (4, 1, 16))})

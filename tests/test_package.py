@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -432,6 +434,34 @@ def test_environment_variables_stand_in_the_page_on_settings() -> None:
     numbers = re.findall(r'"(FLEXSP_[A-Z0-9_]+)", ([\d.]+)\)', (ROOT / "flexsp/launch/bootstrap.py").read_text())
     assert len(numbers) == 2
     assert all(float(default) == float(listed[name]) for name, default in numbers)
+
+
+def _names_missing(path: Path) -> list[str]:
+    """Attributes of modules of the project, read or replaced in a file, that these modules do not have."""
+    tree = ast.parse(path.read_text())
+    space: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            try:
+                exec(compile(ast.Module([node], []), str(path), "exec"), space)
+            except pytest.skip.Exception:
+                continue
+    used = [(x.value, x.attr) for x in ast.walk(tree) if isinstance(x, ast.Attribute)]
+    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute)]
+    replaced = [x.args[:2] for x in calls if x.func.attr in ("setattr", "object") and len(x.args) > 1]  # type: ignore
+    used += [(of, name.value) for of, name in replaced if isinstance(name, ast.Constant)]
+    modules = [(space.get(of.id), name) for of, name in used if isinstance(of, ast.Name)]
+    ours = [(x, name) for x, name in modules if isinstance(x, ModuleType) and x.__name__.startswith("flexsp")]
+    return [f"{path.name}: {x.__name__}.{name}" for x, name in ours if not hasattr(x, name)]
+
+
+def test_tests_of_the_gpu_name_what_is_there(tmp_path: Path) -> None:
+    """They do not run here, so that a renamed function would be found on a GPU only."""
+    files = [path for path in (ROOT / "tests" / "gpu").glob("*.py") if path.name != "test_exact_as_peer_gpu.py"]
+    assert files and [name for path in files for name in _names_missing(path)] == []
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from flexsp.kernels.delta import plan\nplan.Plan\nmonkeypatch.setattr(plan, '_gone', 1)\n")
+    assert _names_missing(wrong) == [f"wrong.py: flexsp.kernels.delta.plan.{name}" for name in ("Plan", "_gone")]
 
 
 def test_tool_releases_agree() -> None:

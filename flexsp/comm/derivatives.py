@@ -11,8 +11,8 @@ from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside", "share_backward",
-    "keep_for_backward", "kept_for_backward", "same_place", "transformed", "untransformed",
+    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside",
+    "keep_for_backward", "kept_for_backward", "same_place", "share_backward", "transformed", "untransformed",
 ]  # fmt: skip
 
 TRANSFORMS = "transforms of torch.func (vmap, grad, jvp, ...)"

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 
 from flexsp.exceptions import FlexspError
 
-__all__ = ["GROUPS", "Ranks", "count_failed_call", "ambient", "ranks_call", "ranks_of"]
+__all__ = ["GROUPS", "Ranks", "ambient", "count_failed_call", "ranks_call", "ranks_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

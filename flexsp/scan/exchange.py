@@ -13,7 +13,7 @@ from flexsp.scan.by_kernel import goes_by_kernel, incoming_by_kernel
 from flexsp.scan.schedules import incoming_state
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["exchange", "add_backward_dependency"]
+__all__ = ["add_backward_dependency", "exchange"]
 
 _NAME = "the exchange of states between ranks"
 Optional = torch.Tensor | None

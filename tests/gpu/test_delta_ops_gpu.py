@@ -11,7 +11,7 @@ import torch
 
 from flexsp.devices import H200
 from flexsp.kernels.delta import calls, plan
-from flexsp.ops import _delta, chunk_gated_delta_product, chunk_gated_delta_rule
+from flexsp.ops import _programs, chunk_gated_delta_product, chunk_gated_delta_rule
 from flexsp.testing.cases import DELTA_CASES, Shape
 from flexsp.testing.compare import WIDE, relative_error
 from tests.gpu.judge import CUDA, DTYPES, assert_right, assert_same
@@ -94,16 +94,16 @@ def test_parts_of_heads(n: int, packed: bool, seed: int, monkeypatch: pytest.Mon
     found = []
     for together in (False, True):
 
-        def planned(*args: Any, together: bool = together) -> plan.Plan:
+        def planned(*args: Any, together: bool = together) -> plan.Tiling:
             made = plan.plan_of(*args)
             made = replace(made, per_part=made.n_seg) if together else made
             seen.append(len(made.parts))
             return made
 
-        _delta._program.cache_clear()  # its executables have the plan
+        _programs._program.cache_clear()  # its executables have the plan
         monkeypatch.setattr(calls, "plan_of", planned)
         found.append(passes(chunk_gated_delta_product, given, num_householder=n, cu_seqlens=bounds))
-    _delta._program.cache_clear()
+    _programs._program.cache_clear()
     assert seen == [n, 1]
     assert_same(found[::-1])
 

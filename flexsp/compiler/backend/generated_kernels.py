@@ -310,16 +310,8 @@ class Generated:
         return self.derive().inverts
 
     @property
-    def parts(self) -> list[list[str]]:
-        return self.derive().parts
-
-    @property
     def small(self) -> list[str]:
         return self.derive().small
-
-    @property
-    def sums(self) -> list[str]:
-        return self.derive().sums
 
     @property
     def layout(self) -> Layout:

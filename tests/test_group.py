@@ -164,6 +164,19 @@ def test_token_mean_sums_in_float32(dtype: torch.dtype) -> None:
     assert mean.dtype == torch.float32 and mean.item() == pytest.approx(losses[0].item(), rel=1e-6)
 
 
+def _draw(sp: SequenceParallel, more: bool) -> torch.Tensor:
+    drawn = torch.rand(3)
+    torch.rand(sp.rank * more)
+    return drawn
+
+
+def test_ranks_of_a_test_draw_the_same_numbers() -> None:
+    """Whatever an earlier test drew on one of them."""
+    for _ in range(2):
+        drawn = run_ranks(_draw, 4, True)
+        assert all(torch.equal(x, drawn[0]) for x in drawn)
+
+
 # Making groups -------------------------------------------------------------------------------------------------------
 
 

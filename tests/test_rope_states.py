@@ -90,7 +90,9 @@ QUICK = [
 def draw(name: str, B: int, seed: int, T: int = T) -> Tensors:
     x = draw_for(EVERY[name], B, T, seed)
     if EVERY[name].mask is not None:
-        x |= {key: torch.rand(B, T, H, dtype=torch.float64) for key in EVERY[name].mask.inputs}  # type: ignore[union-attr]
+        made = torch.Generator().manual_seed(seed)  # every rank draws the same
+        shape: dict[str, Any] = {"size": (B, T, H), "dtype": torch.float64, "generator": made}
+        x |= {key: torch.rand(**shape) for key in EVERY[name].mask.inputs}  # type: ignore[union-attr]
     return x
 
 

@@ -57,7 +57,7 @@ def run_ranks(
     ``fn`` must be importable (defined at the top level of a module); arguments and results are pickled, tensors come
     back detached. Processes stay up between calls, one pool for each (world_size, device, env); every call gets a
     SequenceParallel with the given transport, schedule, heap and timeout, made once for each combination unless
-    ``fresh_sp``. Its lengths are unset at the start of a call.
+    ``fresh_sp``. Its lengths are unset at the start of a call, and torch is seeded as in the caller: ranks draw alike.
 
     Under torchrun (WORLD_SIZE set) the function runs in place with rank 0's arguments, on the first ``world_size``
     ranks, and every rank gets all results; where the world is too small or ``env`` differs, the test is skipped.
@@ -176,7 +176,7 @@ class _Pool:
     def _run(
         self, fn: Callable[..., Any], args: tuple[Any, ...], settings: dict[str, Any], fresh: bool, timeout: float
     ) -> list[Any]:
-        task = (list(sys.path), pickle.dumps((fn, args)), settings, fresh)
+        task = (list(sys.path), pickle.dumps((fn, args)), settings, fresh, torch.initial_seed())
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(task)
@@ -316,7 +316,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, folder: str, device: st
             task = None
         if task is None:
             os._exit(0)
-        paths, call, settings, fresh = task
+        paths, call, settings, fresh, seed = task
+        torch.manual_seed(seed)
         sys.path.extend(path for path in paths if path not in sys.path)
         importlib.invalidate_caches()
         try:
@@ -383,14 +384,17 @@ def _run_in_place(
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group, active = _subgroup(world_size)
-    box = [pickle.dumps(args)]  # also where they come from: fn may change its arguments
+    box = [pickle.dumps((args, torch.initial_seed()))]  # also where they come from: fn may change its arguments
     dist.broadcast_object_list(box, src=0)
+    args, seed = pickle.loads(box[0])
     sp = _get_sp(_made_in_place.setdefault(world_size, {}), settings, fresh, group)
     answer: tuple[bool, Any] = (True, None)
     failure: BaseException | None = None
     if active:
         try:
-            answer = (True, _detached(fn(sp, *pickle.loads(box[0]))))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                answer = (True, _detached(fn(sp, *args)))
         except BaseException as error:  # noqa: BLE001
             failure, answer = error, (False, traceback.format_exc())
     answers: list[Any] = [None] * world

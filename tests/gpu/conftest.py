@@ -74,6 +74,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(f"{share:.2f} of its bound: {name} in {test}")
 
 
+@pytest.fixture(autouse=True)
+def _memory_for_others() -> Iterator[None]:
+    """What a test leaves unused goes back: many processes share a GPU."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def poisoned() -> Iterator[None]:
     """Memory from torch.empty is full of NaN, so that an element that no kernel wrote is noticed."""

@@ -411,7 +411,7 @@ MAXIMA = {
     ),
     "numbers of a vector joined": DrawnProgram(
         "def chunk(k, w, g):\n    return (k * w + (g.sum(0) - g.cumsum(0))[:, None]).amax(0)\n\n\n"
-        + _LARGER.format(more="g, w", shift="0.2 * g.sum(0) - 0.1 * w * w")
+        + _LARGER.format(more="g, w", shift="0.25 * g.sum(0) - 0.125 * w * w")
         + "def merge(q, k, g, chunk_state):\n"
         "    h = torch.maximum(k, g.cumsum(0)[:, None] + chunk_state)\n"
         "    return q * (h - h.amax(-1, keepdim=True)).exp()\n",
@@ -420,7 +420,7 @@ MAXIMA = {
     "a matrix": DrawnProgram.of_source(
         _WRITTEN + _LARGER.format(more="gk", shift="gk.sum(0)[:, None]") + _SCORED, "gk"
     ),
-    "a number": DrawnProgram.of_source(_WRITTEN + _LARGER.format(more="g", shift="0.1 * g.sum(0)") + _SCORED, "g"),
+    "a number": DrawnProgram.of_source(_WRITTEN + _LARGER.format(more="g", shift="0.125 * g.sum(0)") + _SCORED, "g"),
     "of each number": DrawnProgram.of_source(
         _WRITTEN + _LARGER.format(more="gv, A", shift="gv.sum(0) - A * A") + _SCORED, "gv", "A"
     ),

@@ -343,8 +343,9 @@ GATES = [
          "tests/test_gated_keys.py::test_one_sequence[mild]"),
         ("kc = (kc * down).to(DOT)", "kc = kc * down",
          "what pairs of mild chunks add to gates does not cancel", _SUMS_OF_GLA),
-        ("        x = x.to(DOT)\n        apart", "        apart", "what pairs of halves add to gates does not cancel",
-         _SUMS_OF_GLA),
+        ("-new) * first.to(tl.float32)", "-new) * x", "what pairs of halves add to gates does not cancel", _SUMS_OF_GLA),
+        ("new += more\n", "pass\n", "roundings of strong gates' queries and keys are lost",
+         "tests/test_gated_keys.py::test_strong_gates_lose_one_rounding"),
     ),
     *_in(
         "flexsp/compiler/planning/launches.py",

@@ -52,7 +52,7 @@ def _of_keys(
     """Gradients of q, k and gates, of channels at.. .
 
     What a pair of tokens adds to gates is a product of the same three numbers for both tokens, queries and keys with
-    their decays rounded once: so what does not straddle a gate cancels to fp32.
+    their decays as sums of two roundings: so what does not straddle a gate cancels to fp32.
     """
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
@@ -72,10 +72,19 @@ def _of_keys(
     of_gates = to_q * qc.to(tl.float32) - of_gates
     for level in range(0, LEVELS):
         x, decay, second = half(qc, kc, own, b, level, cols, C, K)
-        x = x.to(DOT)
         apart = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) != (j >> level))
-        new = mm(tl.where(apart, both, 0.0), x, DOT, PREC)
-        of_gates += tl.where(second, new, -new) * x.to(tl.float32)
+        pairs = tl.where(apart, both, 0.0)
+        first = x.to(DOT)
+        new = mm(pairs, first, DOT, PREC)
+        of_gates += tl.where(second, new, -new) * first.to(tl.float32)
+        if tl.float32 != DOT:
+            # What x lost in rounding. With strong gates few pairs count, and their roundings do not average out. The
+            # product goes into of_gates step by step, so that fewer registers are live.
+            rest = (x - first.to(tl.float32)).to(DOT)
+            more = mm(pairs, rest, DOT, PREC)
+            of_gates += tl.where(second, more, -more) * first.to(tl.float32)
+            new += more
+            of_gates += tl.where(second, new, -new) * rest.to(tl.float32)
         new *= decay
         to_q += tl.where(second, new, 0.0)
         to_k += tl.where(second, 0.0, new)

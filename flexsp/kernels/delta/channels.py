@@ -228,7 +228,8 @@ def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.
     place = inverse + at * C * C + i[:, None] * C + i[None, :]
     below = i[:, None] > i[None, :]
     x = tl.load(place, mask=below, other=0.0).to(tl.float32)
-    x += tl.load(inverse + at * C * C + i[:, None] + i[None, :] * C, mask=below, other=0.0).to(tl.float32)
+    if inverse.dtype.element_ty == tl.bfloat16:
+        x += tl.load(inverse + at * C * C + i[:, None] + i[None, :] * C, mask=below, other=0.0).to(tl.float32)
     found = unit_inverse(x, C)
     if GAIN:
         store_gain(gain, at, found, C)

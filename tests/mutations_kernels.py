@@ -88,6 +88,8 @@ KERNELS = [
          "a token of its own decays to the middle of itself", _CHANNELS_CLOSED),
         ("tl.trans((of_keys - found.to(tl.float32)).to(DOT))", "0.0", "pairs of keys are rounded before the inverse",
          "tests/test_reflections.py::test_inverses_of_keys_that_are_alike"),
+        ("if inverse.dtype.element_ty == tl.bfloat16:", "if False:", "the roundings of pairs are not read",
+         "tests/test_reflections.py::test_inverses_of_keys_that_are_alike"),
         ("tl.where(within, -1.0, 1.0)", "1.0", "tokens before the middle decay towards it the wrong way", _CHANNELS),
         ("_power(x * sign, rest * sign, DOT)", "_power(x, rest, DOT)", "what is written decays twice", _CHANNELS),
         ("tl.where(n == 0, i + 1, tl.where(odd, start, 0))", "tl.where(n == 0, i, tl.where(odd, start, 0))",

@@ -17,7 +17,7 @@ from flexsp.testing.cases import DELTA_CASES, Shape
 from flexsp.testing.compare import WIDE, low_precision, relative_error
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
 from tests.harness.keys import NAMES as RULES
-from tests.harness.keys import Keys, drawn, passes, unlike, wrong
+from tests.harness.keys import Keys, drawn, inverse_of_alike, passes, unlike, wrong
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 
@@ -132,6 +132,13 @@ def test_keys_of_a_small_vocabulary(name: str, beta: float, size: tuple[int, int
     cases.append(Keys(name, 4, T=1000, bounds=(0, 61, 61, 700, 1000), **given))
     found = [f"{keys}: {x}" for keys in cases for x in wrong(keys, seed, device="cuda")]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+@pytest.mark.parametrize("K", [64, 128])
+def test_inverses_of_keys_that_are_alike(K: int, gluon: bool, seed: int) -> None:
+    error, rounding, above = inverse_of_alike(None, seed, K, "cuda", gluon)
+    assert error <= 2 * rounding and above == 0, (error, rounding, above)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])

@@ -23,7 +23,7 @@ from flexsp.testing.compare import (
 from flexsp.testing.ranks import run_ranks
 from tests.harness.generated import MANY_SEGMENTS, differentiated
 from tests.harness.interpreted import INTERPRETED, poisoned
-from tests.harness.keys import NAMES, Keys, wrong
+from tests.harness.keys import NAMES, Keys, inverse_of_alike, wrong
 from tests.harness.keys_of_programs import RWKV7, Own
 from tests.marks import quick
 
@@ -152,3 +152,9 @@ def test_what_is_done_token_by_token(packed: bool) -> None:
     """Each token may add 1.25: short chunks less. What lies behind the last chunk does not count."""
     (found,) = run_ranks(chosen, 1, packed, env=INTERPRETED)
     assert found == ([[1, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 0, 2]])
+
+
+def test_inverses_of_keys_that_are_alike(seed: int) -> None:
+    """They make what was rounded before larger. Nothing is left of that above the diagonal."""
+    ((error, rounding, above),) = run_ranks(inverse_of_alike, 1, seed, env=INTERPRETED)
+    assert error <= 2 * rounding and above == 0, (error, rounding, above)

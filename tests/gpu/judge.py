@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,6 +36,20 @@ Tensors = dict[str, torch.Tensor]
 Call = Callable[[Tensors], Any]
 
 
+class Sums(NamedTuple):
+    """Parameters of gates, whose gradients are sums over all tokens of those of gates.
+
+    In float32 kernels add gates up in float32, and functions in PyTorch in float64. What the former loses is next to
+    nothing in a gate's gradient, but tokens share it, so that it is most of the error of a sum over tokens.
+
+    names: of the parameters. functions: a yardstick that adds gates up in float32. draws: cotangents that it answers.
+    """
+
+    names: tuple[str, ...]
+    functions: Call
+    draws: int
+
+
 def assert_same(calls: list[Tensors]) -> None:
     """The same bits every time."""
     first, *others = calls
@@ -48,7 +62,7 @@ def assert_same(calls: list[Tensors]) -> None:
 
 def assert_right(
     kernels: Call, oracle: Call, functions: Call, leaves: Tensors, do: torch.Tensor, dfinal: torch.Tensor,
-    dtype: torch.dtype, seed: int, calls: int = 3,
+    dtype: torch.dtype, seed: int, calls: int = 3, sums: Sums | None = None,
 ) -> None:  # fmt: skip
     """Outputs, final states and gradients of `kernels` on CUDA are those of `oracle` in float64 on CUDA.
 
@@ -56,9 +70,10 @@ def assert_right(
         functions: the yardstick, on the CPU.
         leaves: inputs on the CPU in the dtypes that the kernels take; those wider than `dtype` keep their values.
         do, dfinal: cotangents with values that `dtype` has.
+        sums: the parameters that are judged by a yardstick of their own.
     """
-    cotangents = [(do, dfinal)]
-    cotangents += [tuple(torch.randn(x.shape).bfloat16().double() for x in (do, dfinal)) for _ in range(1, DRAWS)]
+    cotangents, draws = [(do, dfinal)], DRAWS if sums is None else sums.draws
+    cotangents += [tuple(torch.randn(x.shape).bfloat16().double() for x in (do, dfinal)) for _ in range(1, draws)]
     on_gpu = [tuple(x.to(CUDA) for x in each) for each in cotangents]
 
     def run(given: Tensors) -> Any:
@@ -66,7 +81,7 @@ def assert_right(
             warnings.filterwarnings("error", message=".*runs in PyTorch")
             return kernels(given)
 
-    found = [differentiated(run, _to(CUDA, leaves), [each])[0] for each in on_gpu]  # kernels take no batch of gradients
+    found = [differentiated(run, _to(CUDA, leaves), [each])[0] for each in on_gpu[:DRAWS]]  # one by one: no batch
     again = [differentiated(run, _to(CUDA, leaves), on_gpu[:1])[0] for _ in range(1, calls)]
     assert_same([found[0], *again])
     want = differentiated(oracle, {key: x.double() for key, x in _to(CUDA, leaves).items()}, on_gpu)
@@ -74,8 +89,13 @@ def assert_right(
     off = {key: x if wide(key) else a_rounding_off(x, made, dtype) for key, x in leaves.items()}
     cotangents = [tuple(a_rounding_off(x, made, dtype) for x in each) for each in cotangents]
     with RoundedProducts("tf32x3" if dtype == torch.float32 else dtype):
-        low = differentiated(functions, off, cotangents)
-    check_functions([_to("cpu", x) for x in found], [_to("cpu", x) for x in want], low, GPU_ROUNDINGS)
+        low = differentiated(functions, off, cotangents[:DRAWS])
+        of_sums = [] if sums is None else differentiated(sums.functions, off, cotangents)
+    found, want = ([_to("cpu", x) for x in answers] for answers in (found, want))
+    apart = () if sums is None else tuple(f"d{name}" for name in sums.names)
+    check_functions(*(_without(apart, answers) for answers in (found, want[:DRAWS], low)), GPU_ROUNDINGS)
+    if sums is not None:
+        check_functions(*(_only(apart, answers) for answers in (found, want, of_sums)), GPU_ROUNDINGS)
 
 
 def check_variant(
@@ -118,6 +138,14 @@ def check_variant(
         lambda given: functions(**given, cu_seqlens=cu, sp=False),
         leaves, problem.do, problem.dfinal, dtype, seed, calls,
     )  # fmt: skip
+
+
+def _only(names: tuple[str, ...], answers: list[Tensors]) -> list[Tensors]:
+    return [{name: answer[name] for name in names} for answer in answers]
+
+
+def _without(names: tuple[str, ...], answers: list[Tensors]) -> list[Tensors]:
+    return [{name: x for name, x in answer.items() if name not in names} for answer in answers]
 
 
 def _to(device: torch.device | str, tensors: Tensors) -> Tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from flexsp.devices import H200
 from flexsp.kernels.delta import calls, plan
 from flexsp.ops import _programs, chunk_gated_delta_product, chunk_gated_delta_rule
 from flexsp.testing.cases import DELTA_CASES, Shape
-from flexsp.testing.compare import WIDE, relative_error
-from tests.gpu.judge import CUDA, DTYPES, assert_right, assert_same
+from flexsp.testing.compare import WIDE, low_precision, relative_error
+from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
 from tests.harness.keys import NAMES as RULES
-from tests.harness.keys import Keys, drawn, passes, unlike, wrong
+from tests.harness.keys import Keys, drawn, inverse_of_alike, passes, unlike, wrong
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 
@@ -55,7 +56,9 @@ def against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, K: int, 
     do = torch.randn(*leaves["q"].shape[:2], 2, V, generator=draw).bfloat16().double()
     dfinal = torch.randn(N, 2, K, V, generator=draw).bfloat16().double()
     op = call(case.op, output_final_state=True)
-    assert_right(op, call(case.oracle), op, leaves, do, dfinal, dtype, seed)
+    sums = Sums(case.shared, call(case.oracle, engine=low_precision), case.draws)
+    apart = sums if case.shared and dtype == torch.float32 else None
+    assert_right(op, call(case.oracle), op, leaves, do, dfinal, dtype, seed, sums=apart)
 
 
 @pytest.mark.parametrize("T", [150, 20000])
@@ -129,6 +132,29 @@ def test_keys_of_a_small_vocabulary(name: str, beta: float, size: tuple[int, int
     cases.append(Keys(name, 4, T=1000, bounds=(0, 61, 61, 700, 1000), **given))
     found = [f"{keys}: {x}" for keys in cases for x in wrong(keys, seed, device="cuda")]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+@pytest.mark.parametrize("K", [64, 128])
+def test_inverses_of_keys_that_are_alike(K: int, gluon: bool, seed: int) -> None:
+    error, rounding, above = inverse_of_alike(None, seed, K, "cuda", gluon)
+    assert error <= 2 * rounding and above == 0, (error, rounding, above)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", ["gated", "kda"])
+@pytest.mark.usefixtures("poisoned")
+def test_steps_that_do_not_reflect(name: str, size: tuple[int, int], packed: bool, seed: int) -> None:
+    """With beta up to 1 keys that repeat stay in chunks, and round as chunks in PyTorch with inverses in float32 do."""
+    T, bounds = 200, (0, 61, 61, 200) if packed else ()
+    for many, beta in itertools.product((1, 4), (0.9, 1.0)):
+        keys = Keys(name, many, beta, T=T, K=size[0], V=size[1], bounds=bounds)
+        leaves, draw = keys.inputs(seed), torch.Generator().manual_seed(seed)
+        shapes = (1, T, keys.H, keys.V), leaves["initial_state"].shape
+        do, dfinal = (torch.randn(shape, generator=draw).bfloat16().double() for shape in shapes)
+        calls = keys.call, keys.loop, partial(keys.loop, engine=low_precision)
+        assert_right(*calls, leaves, do, dfinal, keys.dtype, seed)
 
 
 @pytest.mark.parametrize("many", [1, 4, 1000])

@@ -207,3 +207,38 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         error = relative_error(x, y, size)
         found += [f"{name} {error:.2g}"] if not error < bound else []
     return found
+
+
+def inverse_of_alike(
+    sp: Any, seed: int, K: int = 64, device: str = "cpu", gluon: bool = False
+) -> tuple[float, float, int]:  # fmt: skip
+    """Of a chunk of KDA without decays, whose keys have much in common: the error of its inverse, and that of one
+    rounded; and how many numbers above the diagonal are not zero."""
+    from flexsp.kernels.delta import channels, hopper_channels, hopper_prepare
+    from flexsp.kernels.primitives import dots
+
+    C, draw, half = 64, torch.Generator().manual_seed(seed), torch.bfloat16
+    k = F.normalize(torch.randn(K, generator=draw) + 0.5 * torch.randn(C, K, generator=draw), dim=-1)
+    k, beta = k.to(device, half), torch.sigmoid(torch.randn(C, generator=draw) + 4).to(device, half)
+    square = torch.full((2, C, C), torch.nan, dtype=half, device=device)
+    rows, numbers = torch.empty(3, C, K, dtype=half, device=device), torch.empty(K, device=device)
+    mild = torch.zeros(8, dtype=torch.int32, device=device)
+    inputs = k, k, torch.zeros(C, K, device=device), beta
+    strides = *(C * K, K, K) * 3, C, 1, 1
+    sizes = {"K": K, "C": C, "GROWTH": False, "PACKED": False, "GROUP": 1, "PDL": False}
+    if gluon:
+        made = *square, *rows, numbers, mild, k, k
+        hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, num_warps=4, maxnreg=168)
+        hopper_prepare.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
+        assert mild[0].item() == 1
+    else:
+        blocks = torch.empty(channels.matrices(C), C, C, dtype=half, device=device)
+        channels.channel_blocks[(len(blocks),)](blocks, C=C, PDL=False)
+        made = blocks, *square, *rows, numbers, mild, k, k, k
+        sizes |= {"COLS": 32, "STRONG": False} | dots(half)
+        channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes)
+        channels.channel_inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False)
+    k, beta = k.double(), beta.double()
+    want = torch.linalg.inv(torch.eye(C, dtype=torch.float64, device=device) + (k @ k.T * beta).tril(-1))
+    above = int(square[0].triu(1).count_nonzero())
+    return relative_error(square[0], want), relative_error(want.to(half), want), above

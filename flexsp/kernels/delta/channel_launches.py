@@ -104,17 +104,18 @@ class ChannelPlan(DeltaPlan):
             [*made, *named(self._growth)], [*names, p.T, p.H, self.scale], STRONG=self._mild is not None,
             GROWTH=self._growth is not None, GROUP=p.group,
         )  # fmt: skip
+        four = Launch(0, 4, 1)
         inverse = LaunchSpec(
-            "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse", self._gain or "@inverse"),
-            ("@inverse",), ("@inverse", *named(self._gain)), constants={"C": t.chunk, "GAIN": self._gain is not None},
-            options=t.prepare.options,
+            "channel_inverse", four, (p.n_chunks, p.B * p.H, 1), ("@inverse", self._gain or "@inverse"), ("@inverse",),
+            ("@inverse", *named(self._gain)), constants={"C": t.chunk, "GAIN": self._gain is not None},
+            options=four.options,
         )  # fmt: skip
         values = self._chunkwise(
             "channel_values", t.values, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v", p.T, p.H], ["@w"], V=p.V
         )
         blocks = LaunchSpec(
-            "channel_blocks", Launch(0, 4, 1), (channels.matrices(t.chunk), 1, 1), ("@blocks",), (), ("@blocks",),
-            constants={"C": t.chunk}, options=Launch(0, 4, 1).options,
+            "channel_blocks", four, (channels.matrices(t.chunk), 1, 1), ("@blocks",), (), ("@blocks",),
+            constants={"C": t.chunk}, options=four.options,
         )  # fmt: skip
         return [blocks, scores, inverse, values]
 

@@ -156,7 +156,8 @@ def channel_scores(
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}
-    [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles].
+    [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles]. In bf16 the rounding
+    of G stands transposed above the diagonal: an inverse makes it larger where keys are alike.
 
     GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at most; a token does so by no more
     than |1 - beta |k|^2|, and without bound if one of its gates is positive. STRONG, and SKIPS below: chunks that are
@@ -210,18 +211,26 @@ def channel_scores(
         own = tl.maximum(tl.abs(1.0 - strength * own), 1.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(growth + at, tl.where(positive > 0, float("inf"), tl.sum(tl.log2(own), axis=0)))
     of_keys = tl.where(i[:, None] > i[None, :], of_keys * strength[None, :], 0.0)
-    tl.store(pairs + square, of_keys.to(pairs.dtype.element_ty))
+    found = of_keys.to(DOT)
+    if tl.bfloat16 == DOT:
+        found = tl.where(i[:, None] > i[None, :], found, tl.trans((of_keys - found.to(tl.float32)).to(DOT)))
+    tl.store(pairs + square, found)
     tl.store(scores + square, (of_queries * (strength * scale)[None, :]).to(scores.dtype.element_ty))
 
 
 @triton.jit
 def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr):
-    """Inverses of I + G in place of G [B H, chunks, C, C]; GAIN: and gain, as in `prepare`."""
+    """Inverses of I + G in place of G [B H, chunks, C, C], as `channel_scores` left it; GAIN: and gain, as in
+    `prepare`."""
     begin(PDL)
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
     place = inverse + at * C * C + i[:, None] * C + i[None, :]
-    found = unit_inverse(tl.load(place).to(tl.float32), C)
+    below = i[:, None] > i[None, :]
+    x = tl.load(place, mask=below, other=0.0).to(tl.float32)
+    if inverse.dtype.element_ty == tl.bfloat16:
+        x += tl.load(inverse + at * C * C + i[:, None] + i[None, :] * C, mask=below, other=0.0).to(tl.float32)
+    found = unit_inverse(x, C)
     if GAIN:
         store_gain(gain, at, found, C)
     tl.debug_barrier()

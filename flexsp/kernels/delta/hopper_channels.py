@@ -129,6 +129,17 @@ def _size(x, y):
     return (exponent << 23).to(gl.float32, bitcast=True), ((254 - exponent) << 23).to(gl.float32, bitcast=True)
 
 
+@gluon.jit
+def _store_pairs(to, x, C: gl.constexpr):
+    """x [C, C], which is zero on and above the diagonal, as bfloat16; its rounding is transposed above the diagonal."""
+    first = x.to(gl.bfloat16)
+    rest = gl.permute((x - first.to(gl.float32)).to(gl.bfloat16), (1, 0))
+    rows = gl.arange(0, C, gl.SliceLayout(1, by_row(C)))[:, None]
+    columns = gl.arange(0, C, gl.SliceLayout(0, by_row(C)))[None, :]
+    x = gl.where(rows > columns, gl.convert_layout(first, by_row(C)), gl.convert_layout(rest, by_row(C)))
+    gl.store(to + rows * C + columns, x)
+
+
 @gluon.jit(do_not_specialize=["T", "H"])
 def channel_scores(
     q, k, g, beta, pairs, scores, reads, writes, w, decay, mild, growth, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
@@ -200,7 +211,7 @@ def channel_scores(
         positive = gl.reduce(gl.reduce(most, 1, _larger), 0, _larger) > 0.0
         gl.store(growth + at, gl.where(positive, float("inf"), grown))
     factor = gl.convert_layout(strength, gl.SliceLayout(0, CC))[None, :]
-    store(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C, C, C, C)
+    _store_pairs(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C)
     of_queries = of_queries * (factor * scale)
     store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
     gl.store(mild + at, gl.where(strong == 0, 1, 0))

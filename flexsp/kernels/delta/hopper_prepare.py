@@ -81,10 +81,9 @@ def _split(x):
 
 
 @gluon.jit
-def _times(x, y, sums, EXACT: gl.constexpr = False):
-    """sums + x y^T, of blocks that were split; EXACT: y is its first part."""
-    if not EXACT:
-        sums = mma_v2(_left(x[0]), _right(y[1]), sums, input_precision="tf32")
+def _times(x, y, sums):
+    """sums + x y^T, of blocks that were split."""
+    sums = mma_v2(_left(x[0]), _right(y[1]), sums, input_precision="tf32")
     sums = mma_v2(_left(x[1]), _right(y[0]), sums, input_precision="tf32")
     return mma_v2(_left(x[0]), _right(y[0]), sums, input_precision="tf32")
 
@@ -123,7 +122,7 @@ def _put_counted(tile, x, i: gl.constexpr, j: gl.constexpr, squares):
 
 
 @gluon.jit
-def _inverted(blocks, others, tile, EXACT: gl.constexpr):
+def _inverted(blocks, others, tile):
     """The blocks below and on the diagonal of the inverse of I - N, into a tile in shared memory. Returns squares of
     their entries, [16, 16], some added up.
 
@@ -150,17 +149,17 @@ def _inverted(blocks, others, tile, EXACT: gl.constexpr):
     d2t = _split(inverses.slice(32, 16, dim=1).permute((1, 0)).load(_SUMS))
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
 
-    x10t = _times(_split(_times(d0t, n10, zeros, EXACT)), d1, zeros)
-    x32 = _times(d3, _split(_times(d2t, n32, zeros, EXACT)), zeros)
+    x10t = _times(_split(_times(d0t, n10, zeros)), d1, zeros)
+    x32 = _times(d3, _split(_times(d2t, n32, zeros)), zeros)
     _put(tile, x10t, 1, 0, True)
     _put(tile, x32, 3, 2)
     squares += x10t * x10t + x32 * x32
     x10t, x32 = _split(x10t), _split(x32)
 
-    y20t = _split(_times(x10t, n21, _times(d0t, n20, zeros, EXACT), EXACT))
-    y30t = _split(_times(x10t, n31, _times(d0t, n30, zeros, EXACT), EXACT))
-    y21t = _split(_times(d1t, n21, zeros, EXACT))
-    y31t = _split(_times(d1t, n31, zeros, EXACT))
+    y20t = _split(_times(x10t, n21, _times(d0t, n20, zeros)))
+    y30t = _split(_times(x10t, n31, _times(d0t, n30, zeros)))
+    y21t = _split(_times(d1t, n21, zeros))
+    y31t = _split(_times(d1t, n31, zeros))
     squares = _put_counted(tile, _times(d2, y20t, zeros), 2, 0, squares)
     squares = _put_counted(tile, _times(d2, y21t, zeros), 2, 1, squares)
     squares = _put_counted(tile, _times(d3, y30t, _times(x32, y20t, zeros)), 3, 0, squares)
@@ -178,7 +177,7 @@ def _store(to, tile, C: gl.constexpr):
 
 @gluon.jit
 def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexpr):
-    """Inverses of I + G in place of G [B H, chunks, C, C], which is zero on and above the diagonal; GAIN: and gain
+    """Inverses of I + G in place of G [B H, chunks, C, C], as `channels.channel_scores` left it; GAIN: and gain
     [B H, chunks], as `prepare.store_gain` has it."""
     begin(PDL)
     at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
@@ -187,22 +186,27 @@ def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexp
     rows = gl.arange(0, C, gl.SliceLayout(1, _MATRIX))
     columns = gl.arange(0, C, gl.SliceLayout(0, _MATRIX))
     place = inverse + rows[:, None] * C + columns[None, :]
-    async_copy.async_copy_global_to_shared(tile, place, (columns // 16)[None, :] <= (rows // 16)[:, None])
+    async_copy.async_copy_global_to_shared(tile, place)
     async_copy.commit_group()
     async_copy.wait_group(0)
     gl.thread_barrier()
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
+    inside = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     below = _no_tiles()
     for j in gl.static_range(4):
         for i in gl.static_range(j, 4):
-            n = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS)
-            n = _negative(n).to(gl.float32)
+            first = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS)
+            rest = tile.slice(16 * j, 16, dim=0).slice(16 * i, 16, dim=1).permute((1, 0)).load(_SUMS)
+            first, rest = _negative(first).to(gl.float32), _negative(rest).to(gl.float32)
             if i == j:
-                blocks.slice(16 * i, 16, dim=1).store(n)
+                blocks.slice(16 * i, 16, dim=1).store(gl.where(inside, first + rest, 0.0))
             else:
-                below = below + ((n,),)
+                below = below + ((first, rest),)
     gl.thread_barrier()
-    squares = _inverted(blocks, below, tile, True)
+    for j in gl.static_range(4):
+        for i in gl.static_range(j + 1, 4):
+            _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), j, i)
+    squares = _inverted(blocks, below, tile)
     _store(inverse, tile, C)
     if GAIN:
         gl.store(gain + at, gl.sum(gl.sum(squares, axis=1), axis=0) - C)
@@ -368,6 +372,6 @@ def prepare(
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     made = _decayed(x, factors, totals, blocks, tile, GATED)
     gl.thread_barrier()
-    squares = _inverted(blocks, made, tile, False)
+    squares = _inverted(blocks, made, tile)
     _store(inverse + at * C * C, tile, C)
     gl.store(gain + at, gl.sum(gl.sum(squares, axis=1), axis=0) - C)

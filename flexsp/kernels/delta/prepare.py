@@ -122,7 +122,8 @@ def unit_inverse(x, C: tl.constexpr):
 @triton.jit
 def store_gain(gain, at, found, C: tl.constexpr):
     """The sum of squares of the inverse's entries below the diagonal, see `exact`."""
-    tl.store(gain + at, tl.sum(tl.sum(found * found, axis=1), axis=0) - C)
+    every = tl.sum(found * found)  # not along rows, where lanes would round each other's squares as `sum_over` has it
+    tl.store(gain + at, every - C)
 
 
 @triton.jit(do_not_specialize=["T", "H"])

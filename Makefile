@@ -33,7 +33,8 @@ ARGS    ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
-PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Most files of torch and transformers are never imported: those that are, Python compiles then.
+PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo demo-hybrid synthetics test test-tools test-all test-fla mutate same-code host-time lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo

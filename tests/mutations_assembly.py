@@ -54,6 +54,7 @@ ASSEMBLY = [
         ("+ 256 if found else 0", "+ 256", "a product without descriptors cannot be read", _CODE),
         ("LookupError, OSError, ", "OSError, ", "what cannot be read is refused", _CODE),
         ("return [*returns, *([at + 1]", "return [*([at + 1]", "nothing comes behind a call", _CODE),
+        ("not _TABLE.search(done.stdout)", "True", "nobody asks where jumps through tables go", _CODE),
     ),
     *_in(
         "flexsp/runtime/launch.py",

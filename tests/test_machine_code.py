@@ -364,6 +364,16 @@ def test_a_disassembler_that_cannot_be_started(
             assert assembled(PTX, lambda ptx: b"cubin") == b"cubin"
 
 
+@pytest.mark.parametrize("jump", ["BRX R4 -0x15f0 ;", "BRA `(.L_x_1) ;"])
+def test_jumps_through_tables_have_their_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: str) -> None:
+    """Which nvdisasm says only after an analysis, that nothing else needs."""
+    program = tmp_path / "nvdisasm"
+    program.write_text(f"#!/bin/sh\ncase $2 in --no-dataflow) echo '{jump}';; *) echo analysed;; esac\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(unwritten_registers, "_disassemblers", lambda: [program])
+    assert unwritten_registers.disassembled(b"cubin") == ("analysed" if "BRX" in jump else jump) + "\n"
+
+
 def test_a_search_is_not_slow() -> None:
     """Of a kernel with thousands of accesses to the stack, one of them anywhere."""
     rows = [x for i in range(6000) for x in (f"STL [R1+{hex(4 * i)}], R1", f"LDL R4, [R1+{hex(4 * i)}]")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -262,6 +263,10 @@ def _fork_ranks(channel: Connection) -> None:
     slow_to_import = _FOR_KERNELS if interpreted else ("torch._dynamo",)
     for name in ("flexsp.launch.bootstrap", "flexsp.compiler", "flexsp.ops", *slow_to_import):
         importlib.import_module(name)
+    if interpreted:
+        _make_launches_small()
+    gc.freeze()  # the garbage collector of a rank need not look at all that was imported, again and again
+    gc.set_threshold(20_000, 20, 20)
     children: set[int] = set()
     while True:
         try:
@@ -282,6 +287,13 @@ def _fork_ranks(channel: Connection) -> None:
         os.close(handle)
         children.add(pid)
         channel.send(pid)
+
+
+def _make_launches_small() -> None:
+    """Few programs and small blocks where a launch is as large as a GPU: the interpreter runs all of its programs, one
+    after another, also those that find nothing to do."""
+    tail = importlib.import_module("flexsp.kernels.tail")
+    tail._PROGRAMS, tail._BLOCK = 2, 64  # type: ignore[attr-defined]
 
 
 def _end(pids: list[int], grace: float) -> None:

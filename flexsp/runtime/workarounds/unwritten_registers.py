@@ -47,6 +47,7 @@ _REGISTER = re.compile(r"\b(U?)R(\d+)(\.64)?")
 _ON_STACK = ("LDL", "STL")
 _ALL = (1 << 256) - 1
 _DESCRIPTOR = re.compile(r"^desc\[UR(\d+)\]")
+_TABLE = re.compile(r"\b(?:BRX|BRXU|JMX|JMXU)\b")
 _LIMIT = re.compile(r"\.maxnreg\s+(\d+)")
 _LONG = {"64", "U64", "S64", "TRANS64"}
 
@@ -369,15 +370,21 @@ def _disassemblers() -> list[Path]:
 
 
 def disassembled(cubin: bytes) -> str | None:
-    """A kernel's instructions; None, with a warning, if no nvdisasm is there that can read it."""
+    """A kernel's instructions; None, with a warning, if no nvdisasm is there that can read it.
+
+    nvdisasm finds where a jump through a table may go by an analysis that takes a third of its time, so it is asked for
+    that only where there is such a jump.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         for program in _disassemblers():
-            with contextlib.suppress(OSError):
-                done = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=False)
-                if done.returncode == 0:
-                    return done.stdout
+            for options in (["-c", "--no-dataflow"], ["-c"]):
+                with contextlib.suppress(OSError):
+                    command = [program, *options, file.name]
+                    done = subprocess.run(command, capture_output=True, text=True, check=False)
+                    if done.returncode == 0 and ("--no-dataflow" not in options or not _TABLE.search(done.stdout)):
+                        return done.stdout
     _unchecked("found no nvdisasm, with Triton or in CUDA_HOME, that can read them")
     return None
 

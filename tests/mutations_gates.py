@@ -347,7 +347,7 @@ GATES = [
          _SUMS_OF_GLA),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         ('return [f"{name}{i}" for i in range(3)]', 'return [f"{name}{i}" for i in (0, 1, 1)]',
          "gradients of running gates are written over those of keys", _SUMS_OF_HGRN2),
     ),

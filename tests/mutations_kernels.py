@@ -306,7 +306,7 @@ KERNELS = [
         ("id(tiling), asked.tensors", "asked.tensors", "a kept call forgets how it is cut", "tests/test_kept_calls.py"),
     ),
     *_in(
-        "flexsp/kernels/diagonal/launches.py",
+        "flexsp/kernels/diagonal/diagonal_plan.py",
         ('"@edges" if last is None else "@ends"', '"@edges"',
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
     ),
@@ -345,7 +345,7 @@ KERNELS = [
          _UNUSUAL + "test_operators_give_what_their_fakes_say"),
     ),
     *_in(
-        "flexsp/kernels/launches.py",
+        "flexsp/kernels/launch_spec.py",
         ("for name in self.inputs)}) == 1", "for name in self.inputs[:1])}) == 1", "strides of one input serve all",
          "tests/test_launches.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
@@ -417,7 +417,7 @@ KERNELS = [
          "NaN passes a rank without segments", _DELTA + "test_nan_stays_in_its_document_over_ranks[False]"),
     ),
     *_in(
-        "flexsp/kernels/delta/launches.py",
+        "flexsp/kernels/delta/delta_plan.py",
         ('"REPEATS": p.group', '"REPEATS": p.group - 1', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),

@@ -107,7 +107,7 @@ def compile_config(
     from flexsp.compiler.dispatch import executable_of
     from flexsp.kernels import executable, operators
     from flexsp.kernels.delta import calls
-    from flexsp.kernels.delta.launches import DeltaPlan
+    from flexsp.kernels.delta.delta_plan import DeltaPlan
     from flexsp.kernels.delta.plan import plan_of
     from flexsp.runtime import tested_versions
     from flexsp.testing.offline import record_launches

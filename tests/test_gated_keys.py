@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
-from flexsp.compiler.planning.launches import GeneratedPlan
+from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.testing.compare import check_functions, relative_error
 from flexsp.testing.ranks import run_ranks

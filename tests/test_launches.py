@@ -15,14 +15,14 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.backend.generated_kernels import Generated
-from flexsp.compiler.planning.launches import GeneratedPlan
+from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch
-from flexsp.kernels.diagonal.launches import DiagonalPlan
+from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.executable import CallSpec, Executable
 from flexsp.kernels.launch_plan import Role, gradient_of
-from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride
+from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.runtime.steps import launches_of
 from tests import variants
 

@@ -21,11 +21,11 @@ from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning import plan as planning
-from flexsp.compiler.planning.launches import GeneratedPlan
+from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.kernels.launch_plan import Buffer, Role
-from flexsp.kernels.launches import LaunchSpec
+from flexsp.kernels.launch_spec import LaunchSpec
 from flexsp.variants import linear, vector_gated_delta
 from flexsp.variants.delta_rule import DELTA_RULE
 from tests.guides import run_script, save_scripts

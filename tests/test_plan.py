@@ -23,7 +23,7 @@ from flexsp.compiler.backend.generated_kernels import CHUNKS, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200

@@ -13,7 +13,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.dispatch import executable_of
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.plan import candidates
 from flexsp.devices import of_device
 from flexsp.kernels.executable import Executable

@@ -21,7 +21,7 @@ from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import check_heads
 from flexsp.exceptions import checks_wanted
 from flexsp.kernels.launch_plan import LaunchPlan, Role, gradient_of
-from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride
+from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexsp.kernels.launches import Launch, LaunchSpec, copied, named, scan, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named, scan, zeroed
 
 __all__ = ["Buffer", "LaunchPlan", "Layout", "Role", "SegmentedPlan", "gradient_of"]
 

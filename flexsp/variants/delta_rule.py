@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.planning.launches import GeneratedPlan
+    from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.compiler.planning.lowering import TensorSpec
     from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launch_plan import LaunchPlan

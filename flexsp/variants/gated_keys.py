@@ -9,15 +9,15 @@ import torch
 
 from flexsp.compiler import Lowering, replaced
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launches import Launch
+from flexsp.kernels.launch_spec import Launch
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.planning.launches import GeneratedPlan
+    from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launch_plan import LaunchPlan
-    from flexsp.kernels.launches import LaunchSpec
+    from flexsp.kernels.launch_spec import LaunchSpec
 
 __all__ = ["GATED_KEYS"]
 
@@ -55,7 +55,7 @@ class _GatedKeys(Lowering):
         self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> LaunchPlan | None:  # fmt: skip
         """A generated call in chunks that the kernels here are made for."""
-        from flexsp.compiler.planning.launches import GeneratedPlan
+        from flexsp.compiler.planning.generated_plan import GeneratedPlan
         from flexsp.compiler.planning.plan import choose_plan
         from flexsp.devices import of_device
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
-    from flexsp.compiler.planning.launches import GeneratedPlan
+    from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launch_plan import LaunchPlan
 
@@ -48,7 +48,7 @@ class _ScalarDecay(Lowering):
         self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
     ) -> LaunchPlan | None:  # fmt: skip
         from flexsp.devices import of_device
-        from flexsp.kernels.diagonal.launches import DiagonalPlan
+        from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
         from flexsp.kernels.diagonal.plan import plan_of
         from flexsp.kernels.engine import first_in_backward_chain
 

@@ -13,7 +13,7 @@ import torch
 from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.kernels.launch_plan import LaunchPlan
-from flexsp.kernels.launches import Launch, LaunchSpec
+from flexsp.kernels.launch_spec import Launch, LaunchSpec
 
 __all__ = ["ExactSegments"]
 

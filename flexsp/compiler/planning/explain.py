@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS, Generated
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.lowering import Lowering
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan

@@ -21,9 +21,9 @@ from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.devices import REGISTERS, Device, of_device
-from flexsp.kernels.launches import PROPAGATE, Launch, LaunchSpec
+from flexsp.kernels.launch_spec import PROPAGATE, Launch, LaunchSpec
 from flexsp.runtime.kept import keep_with
 
 __all__ = ["Predicted", "predict", "tiles_of"]

@@ -20,11 +20,11 @@ from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
-from flexsp.compiler.planning.launches import Tiling
+from flexsp.compiler.planning.generated_plan import Tiling
 from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
-from flexsp.kernels.launches import Launch
+from flexsp.kernels.launch_spec import Launch
 from flexsp.runtime.kept import keep_with
 from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST

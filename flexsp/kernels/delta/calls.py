@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flexsp.devices import of_device
-from flexsp.kernels.delta.channel_launches import ChannelPlan
-from flexsp.kernels.delta.launches import DeltaPlan
+from flexsp.kernels.delta.channel_plan import ChannelPlan
+from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import plan_of
 from flexsp.kernels.executable import CallSpec
 from flexsp.runtime.triton_private import runs_gluon
@@ -41,7 +41,7 @@ def launch_plan_of(
 
 def _in_gluon(by_channel: bool) -> type[DeltaPlan]:
     """Not imported before: Gluon is not in all releases of Triton."""
-    from flexsp.kernels.delta.hopper_channel_launches import HopperChannelPlan
-    from flexsp.kernels.delta.hopper_launches import HopperPlan
+    from flexsp.kernels.delta.hopper_channel_plan import HopperChannelPlan
+    from flexsp.kernels.delta.hopper_plan import HopperPlan
 
     return HopperChannelPlan if by_channel else HopperPlan

@@ -8,7 +8,7 @@ from flexsp.kernels.delta import exact, exact_grads
 from flexsp.kernels.delta.call_args import CallArgs
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launch_plan import LaunchPlan
-from flexsp.kernels.launches import Launch, LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["backward", "choose", "forward", "grads", "rounds", "scratch"]
 

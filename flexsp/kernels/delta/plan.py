@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flexsp.devices import Device, check_heads, of_device
-from flexsp.kernels.launches import Launch
+from flexsp.kernels.launch_spec import Launch
 
 __all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "plan_of"]
 

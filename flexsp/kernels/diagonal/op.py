@@ -14,7 +14,7 @@ from flexsp.kernels.functions import Like
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.diagonal.launches import DiagonalPlan
+    from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
     from flexsp.kernels.operators import Asked
 
 __all__ = ["Diagonal", "diagonal"]
@@ -38,7 +38,7 @@ class Diagonal(Engine):
         return make_plan(q, v, asked.docs)
 
     def plan(self, tiling: Any, asked: Asked, early: bool) -> DiagonalPlan:
-        from flexsp.kernels.diagonal.launches import DiagonalPlan
+        from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(

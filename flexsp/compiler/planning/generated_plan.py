@@ -26,7 +26,7 @@ from flexsp.compiler.planning.capacity import copied_over
 from flexsp.compiler.planning.exact import ExactSegments
 from flexsp.exceptions import fail
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["GeneratedPlan", "Tiling"]

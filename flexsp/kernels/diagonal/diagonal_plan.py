@@ -13,7 +13,7 @@ from flexsp.kernels.diagonal import grads, output, summarize
 from flexsp.kernels.diagonal.plan import NAME, Tiling, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, SameTokenStride, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride, named
 from flexsp.kernels.primitives import dots
 
 __all__ = ["DiagonalPlan"]

@@ -13,7 +13,7 @@ import triton
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan
-from flexsp.kernels.launches import Launch, LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 from flexsp.kernels.vector import walks
 from flexsp.scan.dense import MOST
 

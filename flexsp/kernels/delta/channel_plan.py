@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from flexsp.kernels.delta import channels, exact_launches, walks
-from flexsp.kernels.delta.launches import DeltaPlan
+from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, named, step
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step
 from flexsp.kernels.primitives import dots
 
 __all__ = ["ChannelPlan"]

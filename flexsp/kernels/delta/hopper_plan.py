@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_walks
-from flexsp.kernels.delta.launches import DeltaPlan
+from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.delta.walks import horizons
-from flexsp.kernels.launches import Launch, LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["WARP", "HopperPlan"]
 

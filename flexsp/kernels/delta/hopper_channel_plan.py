@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 
 from flexsp.kernels.delta import hopper_channels, hopper_prepare, hopper_reach
-from flexsp.kernels.delta.channel_launches import ChannelPlan
-from flexsp.kernels.delta.hopper_launches import WARP, HopperPlan
+from flexsp.kernels.delta.channel_plan import ChannelPlan
+from flexsp.kernels.delta.hopper_plan import WARP, HopperPlan
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelPlan"]
 

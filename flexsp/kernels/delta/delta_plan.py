@@ -13,7 +13,7 @@ from flexsp.kernels.delta.call_args import CallArgs
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launch_plan import Buffer, Layout, Role, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, named, scan, unit, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["DeltaPlan"]

@@ -410,10 +410,10 @@ KERNELS = [
         ("    S._keep_alive()\n    dS._keep_alive()\n", "", "states that products read are written over", _IN_GLUON),
     ),
     *_in(
-        "flexsp/kernels/delta/call_args.py",
-        ("or (self.tiling.docs and self.tiling.scanned)", "or False", "NaN passes segments without decay",
+        "flexsp/kernels/delta/base_plan.py",
+        ("or (self.tiling.docs and scanned)", "or False", "NaN passes segments without decay",
          _DELTA + "test_nan_stays_in_its_document_where_segments_have_two[False]"),
-        ("or (self.tiling.docs and self.tiling.scanned)", "or (self.tiling.docs and self.tiling.n_seg > 1)",
+        ("or (self.tiling.docs and scanned)", "or (self.tiling.docs and self.tiling.n_seg > 1)",
          "NaN passes a rank without segments", _DELTA + "test_nan_stays_in_its_document_over_ranks[False]"),
     ),
     *_in(

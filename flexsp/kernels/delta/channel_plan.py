@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
-from flexsp.kernels.delta import channels, exact_launches, walks
+from flexsp.kernels.delta import channels, walks
 from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step
-from flexsp.kernels.primitives import dots
 
 __all__ = ["ChannelPlan"]
 
@@ -25,6 +22,11 @@ class ChannelPlan(DeltaPlan):
 
     ``@parts``, ``@dwrites`` and ``@dpairs`` lie in place of the states and errors that they are made of where these are
     large enough. Elsewhere ``@parts`` are in fp32: rounded to bf16 they would make half of the error of dg.
+
+    Attributes:
+        skipped: the chunks whose gradients other kernels make.
+        growth: log2 of how much a chunk makes a state grow at most.
+        gated_inputs: those that kernels of chunks decay keys and queries with.
     """
 
     kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
@@ -34,6 +36,18 @@ class ChannelPlan(DeltaPlan):
             channels.channel_parts, channels.channel_grads,
         )
     }  # fmt: skip
+
+    skipped: str | None
+    growth: str | None
+    gated_inputs: list[str]
+
+    def settled(self) -> dict[str, Any]:
+        found = super().settled()
+        return found | {
+            "gated": int(walks.CHANNEL.value), "alive": None, "gates": "@decay", "bounds": None,
+            "keys": ["@reads", "@writes"], "strength": None, "skipped": "@exact" if found["rounds"] else None,
+            "growth": None, "gated_inputs": ["q", "k", str(self.gate), self.beta],
+        }  # fmt: skip
 
     def declare(self) -> list[Buffer]:
         p, C, half = self.tiling, self.chunk, self.half
@@ -56,61 +70,21 @@ class ChannelPlan(DeltaPlan):
     def gates_shape(self) -> tuple[int, ...]:
         return self.B, self.T, self.H, self.tiling.K
 
-    @property
-    def _gates(self) -> str | None:
-        return "@decay"
-
-    @property
-    def gated(self) -> int:
-        return int(walks.CHANNEL.value)
-
-    @property
-    def alive(self) -> str | None:
-        return None
-
-    @property
-    def _keys(self) -> list[str]:
-        return ["@reads", "@writes"]
-
-    @property
-    def _strength(self) -> str | None:
-        return None
-
-    @property
-    def _skipped(self) -> str | None:
-        """The chunks whose gradients other kernels make."""
-        return "@exact" if self._gain is not None else None
-
-    @property
-    def _growth(self) -> str | None:
-        return None
-
-    def _chunkwise(
-        self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str],
-        numbers: Sequence[int | float | str], in_place: Collection[str] = (), **constants: int,
-    ) -> LaunchSpec:  # fmt: skip
-        """A program a chunk; what it writes `in_place` it reads first."""
-        p = self.tiling
-        given = {"K": p.K, "COLS": how.cols, "C": p.chunk} | constants | dots(self.dtype)
-        grid = p.n_chunks, p.B * p.H, 1
-        return self.launch(kind, how, grid, pointers, writes, numbers, given, in_place=in_place)
-
     def _prepared(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
-        p, t, names = self.tiling, self.tiling.tiles, ["q", "k", str(self.gate), self.beta]
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"]
-        scores = self._chunkwise(
-            "channel_scores", t.channel_scores, [*names, "@blocks", *made, self._mild, self._growth],
-            [*made, *named(self._growth)], [*names, p.T, p.H, self.scale], STRONG=self._mild is not None,
-            GROWTH=self._growth is not None, GROUP=p.group,
+        p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
+        made, grid = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"], (p.n_chunks, p.B * p.H, 1)
+        scores = self.kernel_launch(
+            "channel_scores", t.channel_scores, grid, [*names, "@blocks", *made, self.mild, self.growth],
+            [*made, *named(self.growth)], names, STRONG=self.mild is not None, GROWTH=self.growth is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
-            "channel_inverse", t.prepare, (p.n_chunks, p.B * p.H, 1), ("@inverse", self._gain or "@inverse"),
-            ("@inverse",), ("@inverse", *named(self._gain)), constants={"C": t.chunk, "GAIN": self._gain is not None},
+            "channel_inverse", t.prepare, grid, ("@inverse", self.gain or "@inverse"), ("@inverse",),
+            ("@inverse", *named(self.gain)), constants={"C": t.chunk, "GAIN": self.gain is not None},
             options=t.prepare.options,
         )  # fmt: skip
-        values = self._chunkwise(
-            "channel_values", t.values, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v", p.T, p.H], ["@w"], V=p.V
+        values = self.kernel_launch(
+            "channel_values", t.values, grid, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v"], in_place=["@w"]
         )
         blocks = LaunchSpec(
             "channel_blocks", Launch(0, 4, 1), (channels.matrices(t.chunk), 1, 1), ("@blocks",), (), ("@blocks",),
@@ -120,31 +94,30 @@ class ChannelPlan(DeltaPlan):
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Of all chunks: plans with a gate a channel have one part."""
-        p, t, names = self.tiling, self.tiling.tiles, ["q", "k", str(self.gate), self.beta]
+        p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
         around = ["@entering", "@leaving", "@errors"]
         width = t.channel_width
-        in_place, strong = width >= p.V >= 2 * t.chunk, self._mild is not None
+        in_place, strong = width >= p.V >= 2 * t.chunk, self.mild is not None
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
         rows = p.V if in_place else 2 * t.chunk
-        parts = self._chunkwise(
-            "channel_parts", t.channel_parts,
+        parts = self.kernel_launch(
+            "channel_parts", t.channel_parts, (p.n_chunks, p.B * p.H, 1),
             [
-                "do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self._skipped, "d_v",
+                "do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self.skipped, "d_v",
                 "@kept", *left,
             ],
-            [*([] if strong else ["d_v"]), "@kept", *left], ["do", p.T, p.H, p.n_chunks, self.scale], around,
-            V=p.V, BV=width, ROWS=rows, STRONG=strong, SKIPS=self._skipped is not None,
+            [*([] if strong else ["d_v"]), "@kept", *left], ["do"], in_place=around, BV=width, ROWS=rows,
+            STRONG=strong, SKIPS=self.skipped is not None,
         )  # fmt: skip
         to_beta = gradient_of(self.beta)
-        whole = t.channel_grads.cols >= p.K
-        made = [*self.to_keys, to_beta if whole else "@dbeta", gradient_of(str(self.gate))]
-        grads = self._chunkwise(
-            "channel_grads", t.channel_grads, [*names, "@blocks", "@sizes", self._skipped, "@kept", *left, *made], made,
-            [*names, p.T, p.H, p.n_chunks, self.scale], SIZED=t.channel_scores.cols, ROWS=rows,
-            SKIPS=self._skipped is not None, GROUP=p.group,
+        panels = -(-p.K // t.channel_grads.cols)
+        made = [*self.to_keys, to_beta if panels == 1 else "@dbeta", gradient_of(str(self.gate))]
+        grads = self.kernel_launch(
+            "channel_grads", t.channel_grads, (p.n_chunks, p.B * p.H, panels),
+            [*names, "@blocks", "@sizes", self.skipped, "@kept", *left, *made], made, names,
+            SIZED=t.channel_scores.cols, ROWS=rows, SKIPS=self.skipped is not None,
         )  # fmt: skip
-        exact = exact_launches.grads(self, part, made[2], made[3], 1 if whole else -(-p.K // t.channel_grads.cols))
-        return [*exact, parts, replace(grads, grid=(p.n_chunks, p.B * p.H, -(-p.K // t.channel_grads.cols)))]
+        return [*self.exact_gradients(part, made[2], made[3], panels), parts, grads]
 
     def _summed(self) -> list[LaunchSpec]:
         whole = self.tiling.tiles.channel_grads.cols >= self.tiling.K

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexsp.kernels.delta import exact_launches, grads, join, prepare, walks
-from flexsp.kernels.delta.call_args import CallArgs
+from flexsp.kernels.delta import grads, join, prepare, walks
+from flexsp.kernels.delta.exact_plan import ExactPlan, choose
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launch_plan import Buffer, Layout, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, scan, unit, zeroed
-from flexsp.kernels.primitives import dots
 
 __all__ = ["DeltaPlan"]
 
@@ -22,7 +21,7 @@ _F32 = torch.float32
 
 
 @dataclass(frozen=True)
-class DeltaPlan(CallArgs):
+class DeltaPlan(ExactPlan):
     """A call of the delta engine.
 
     Buffers: ``@states`` and ``@dstates`` at the edges of the rank, ``@A`` its matrix, ``@gates`` cumulative log2 decay
@@ -47,11 +46,6 @@ class DeltaPlan(CallArgs):
     def scan_shape(self) -> tuple[str, tuple[int, int, int, int, int]]:
         """Segments are joined before, so that the scan sees one."""
         return "dense", (self.B, 1, self.H, self.tiling.K, self.tiling.V)
-
-    @property
-    def half(self) -> torch.dtype:
-        """What products of chunks are kept in."""
-        return self.dtype if self.dtype == torch.bfloat16 else _F32
 
     def declare(self) -> list[Buffer]:
         p, C, half = self.tiling, self.chunk, self.half
@@ -79,7 +73,7 @@ class DeltaPlan(CallArgs):
             "@edges": (_F32, edges),
             "@dedges": (_F32, edges),
             "@gain": (_F32, chunks),
-            "@scratch": (_F32, exact_launches.scratch(self)),
+            "@scratch": (_F32, self.exact_scratch),
             "@entering": (half, (*held, p.V, p.K)),
             "@leaving": (half, (*held, p.V, p.K)),
             "@errors": (half, (*held, p.V, C)),
@@ -115,14 +109,14 @@ class DeltaPlan(CallArgs):
 
     def forward(self) -> list[LaunchSpec]:
         given, final = "@initial" if self.initial else None, "@final" if self.ends else None
-        chosen = [exact_launches.choose(self, self._mild)] if exact_launches.rounds(self) else []
+        chosen = [choose(self, self.mild)] if self.rounds else []
         launches = [*self._prepared(), *chosen]
         if self.scanned:
-            launches += [*self._summarize(given), *exact_launches.forward(self, "summarize", given)]
+            launches += [*self._summarize(given), *self.exact_forward("summarize", given)]
             launches += self._scan("@states", reverse=False)
         entering = self.in_walk(given)
         launches.append(self._output(entering))
-        launches += exact_launches.forward(self, "output", entering, final=final)
+        launches += self.exact_forward("output", entering, final=final)
         return launches if self.n_chunks else self.without_tokens(launches, [unit("@A"), zeroed("@states")])
 
     def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
@@ -130,43 +124,17 @@ class DeltaPlan(CallArgs):
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
         launches: list[LaunchSpec] = []
         if self.scanned:
-            launches += [*self._collect(after), *exact_launches.backward(self, "collect", after)]
+            launches += [*self._collect(after), *self.exact_backward("collect", after)]
             launches += self._scan("@dstates", reverse=True)
         before, behind = self.in_walk("@initial" if self.initial else None), self.in_walk(after)
         for part in self.tiling.parts:
-            launches += [self._states(before, part), *exact_launches.forward(self, "states", before, part)]
-            launches += [self._back(behind, to, part), *exact_launches.backward(self, "back", behind, to, part)]
+            launches += [self._states(before, part), *self.exact_forward("states", before, part)]
+            launches += [self._back(behind, to, part), *self.exact_backward("back", behind, to, part)]
             launches += self._grads(part)
         launches += self._summed()
         if self.n_chunks:
             return launches
         return self.backward_without_tokens(launches, [zeroed("@dstates")], dfinal, dinitial)
-
-    @property
-    def _gates(self) -> str | None:
-        return None if self.gate is None else "@gates"
-
-    @property
-    def _mild(self) -> str | None:
-        """Which chunks kernels of channels leave to others."""
-        return None
-
-    @property
-    def _gain(self) -> str | None:
-        return "@gain" if exact_launches.rounds(self) else None
-
-    @property
-    def _bounds(self) -> str | None:
-        return "@bounds" if self.gated == walks.SCALAR.value and self.tiling.scanned else None
-
-    @property
-    def _keys(self) -> list[str]:
-        """Queries and keys of walks."""
-        return ["q", "k"]
-
-    @property
-    def _strength(self) -> str | None:
-        return "@strength"
 
     def _scan(self, states: str, reverse: bool) -> list[LaunchSpec]:
         """What enters segments, from what each of them leaves."""
@@ -193,86 +161,75 @@ class DeltaPlan(CallArgs):
             (p.H, p.n_seg, slots), constants, how.options,
         )  # fmt: skip
 
-    def _spec(
-        self, kind: str, how: Launch, grid: tuple[int, ...], pointers: Sequence[str | None], writes: Sequence[str],
-        numbers: Sequence[int | float | str], constants: dict[str, Any],
-    ) -> LaunchSpec:  # fmt: skip
-        p = self.tiling
-        sizes = {"K": p.K, "BK": p.key_block, "C": p.chunk, "GATED": self.gated, "GROUP": p.group, "STEPS": p.steps}
-        return self.launch(kind, how, grid, pointers, writes, numbers, sizes | constants | dots(self.dtype))
-
     def _prepare(self) -> LaunchSpec:
         p, names = self.tiling, ["k", self.beta, self.gate]
-        made = ["@inverse", "@strength", self._gates, self._bounds, self._gain]
-        return self._spec(
-            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            [*self.strides(names), p.T, p.H], {"BOUNDS": self._bounds is not None, "GAIN": self._gain is not None},
+        made = ["@inverse", "@strength", self.gates, self.bounds, self.gain]
+        return self.kernel_launch(
+            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            BOUNDS=self.bounds is not None, GAIN=self.gain is not None,
         )  # fmt: skip
 
     def _prepared(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
-        p, how = self.tiling, self.tiling.tiles.values
-        pointers, made = ["q", "k", "v", "@inverse", "@strength", self._gates], ["@u", "@w", "@scores"]
-        values = self._spec(
-            "values", how, (p.n_chunks, p.B * p.H, 1), [*pointers, *made], named(*made),
-            ["q", "k", "v", p.T, p.H, self.scale], {"V": p.V, "BV": how.cols},
+        p, names, made = self.tiling, ["q", "k", "v"], ["@u", "@w", "@scores"]
+        values = self.kernel_launch(
+            "values", p.tiles.values, (p.n_chunks, p.B * p.H, 1),
+            [*names, "@inverse", "@strength", self.gates, *made], made, names,
         )  # fmt: skip
         return [self._prepare(), values]
 
     def _launch(
         self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str], inputs: Sequence[str],
-        scaled: bool = False, **flags: bool,
+        **flags: Any,
     ) -> LaunchSpec:  # fmt: skip
         """A walk over the chunks of segments."""
         p = self.tiling
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if kind == "summarize" else 0)
-        given = self.strides([x if x in self._keys or x == "do" else None for x in inputs])
-        numbers: list[int | float | str] = [*given, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg]
-        numbers += [self.scale] if scaled else []
-        grid = panels, p.B * p.H, p.n_seg
-        return self._spec(kind, how, grid, pointers, writes, numbers, {"V": p.V, "BV": how.cols} | flags)
+        given = [x if x in self.keys or x == "do" else None for x in inputs]
+        return self.kernel_launch(kind, how, (panels, p.B * p.H, p.n_seg), pointers, writes, given, **flags)
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
         return [self._launch(
             "summarize", self.tiling.tiles.states,
-            [self._keys[1], self._strength, "@u", "@w", self._gates, self._bounds, "@states", given, "@A", self.alive],
+            [self.keys[1], self.strength, "@u", "@w", self.gates, self.bounds, "@states", given, "@A", self.alive],
             ("@states", "@A", *named(self.alive)),
             ["k"], BOUNDARY=given is not None, ALIVE=self.alive is not None,
         )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:
-        states, final = "@states" if self.tiling.scanned else None, "@final" if self.ends else None
+        final = "@final" if self.ends else None
         return self._launch(
             "output", self.tiling.tiles.output,
-            [*self._keys, self._strength, "@u", "@w", "@scores", self._gates, "o", states, given, final],
-            ("o", *named(final)), ["q", "k"], scaled=True,
+            [*self.keys, self.strength, "@u", "@w", "@scores", self.gates, "o", self.segment_states, given, final],
+            ("o", *named(final)), ["q", "k"],
             ENTERS=self.tiling.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
         )  # fmt: skip
 
     def _states(self, given: str | None, part: Part) -> LaunchSpec:
-        states = "@states" if self.tiling.scanned else None
         return self._launch(
             "states", self.tiling.tiles.states,
-            [self._keys[1], self._strength, "@u", "@w", self._gates, "@errors", states, given, "@entering"],
+            [
+                self.keys[1], self.strength, "@u", "@w", self.gates, "@errors", self.segment_states, given,
+                "@entering",
+            ],
             ("@errors", "@entering"), ["k"], ENTERS=self.tiling.scanned, BOUNDARY=given is not None,
         )  # fmt: skip
 
     def _collect(self, after: str | None) -> list[LaunchSpec]:
         return [self._launch(
             "collect", self.tiling.tiles.back,
-            [*self._keys, "do", self._strength, "@w", "@scores", self._gates, self._bounds, "@dstates", after],
-            ("@dstates",), ["q", "k", "do"], scaled=True, BOUNDARY=after is not None,
+            [*self.keys, "do", self.strength, "@w", "@scores", self.gates, self.bounds, "@dstates", after],
+            ("@dstates",), ["q", "k", "do"], BOUNDARY=after is not None,
         )]  # fmt: skip
 
     def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
-        dstates = "@dstates" if self.tiling.scanned else None
         return self._launch(
             "back", self.tiling.tiles.back,
             [
-                *self._keys, "do", self._strength, "@w", "@scores", self._gates, "@derrors", dstates, after, to,
-                "@leaving",
+                *self.keys, "do", self.strength, "@w", "@scores", self.gates, "@derrors", self.segment_gradients,
+                after, to, "@leaving",
             ],
-            ("@derrors", "@leaving", *named(to)), ["q", "k", "do"], scaled=True,
+            ("@derrors", "@leaving", *named(to)), ["q", "k", "do"],
             ENTERS=self.tiling.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
@@ -282,19 +239,13 @@ class DeltaPlan(CallArgs):
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Gradients of the chunks of a part, from what its walks keep."""
-        p, how = self.tiling, self.tiling.tiles.grads
-        writes = [*self.to_keys, "d_v", "@parts"]
-        pointers = ["q", "k", "do", "@strength", "@inverse", "@errors", "@derrors", self._gates]
-        pointers += ["@entering", "@leaving"]
-        numbers: list[int | float | str] = ["q", "k", "do", p.T, p.H, p.n_chunks, self.scale]
-        spec = self._spec(
-            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes, numbers,
-            {"V": p.V, "BK": how.cols, "BV": p.tiles.values_of_grads},
+        p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "d_v", "@parts"]
+        pointers = [*names, "@strength", "@inverse", "@errors", "@derrors", self.gates, "@entering", "@leaving"]
+        spec = self.kernel_launch(
+            "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
+            BK=how.cols, BV=p.tiles.values_of_grads,
         )  # fmt: skip
-        return [spec, *self._exact_grads(part)]
-
-    def _exact_grads(self, part: Part) -> list[LaunchSpec]:
-        return exact_launches.grads(self, part, "@parts", None, self._tiles_of_keys)
+        return [spec, *self.exact_gradients(part, "@parts", None, self._tiles_of_keys)]
 
     def _summed(self) -> list[LaunchSpec]:
         """Sums of what all chunks left."""
@@ -318,10 +269,8 @@ class DeltaPlan(CallArgs):
     def _gathered(self) -> LaunchSpec:
         p, how = self.tiling, Launch(min(32, 1 << (self.tiling.H - 1).bit_length()), 4, 1)
         gate = None if self.gate is None else gradient_of(self.gate)
-        made = named(gradient_of(self.beta), gate)
-        constants = {"TILES": self._tiles_of_keys, "HEADS": how.cols, "C": p.chunk, "GATED": gate is not None}
-        return self.launch(
-            "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B),
-            [self.gate, "@parts", gradient_of(self.beta), gate], made,
-            (*self.strides([self.gate]), p.T, p.H, p.n_chunks), constants | {"STEPS": p.steps},
+        made = [gradient_of(self.beta), gate]
+        return self.kernel_launch(
+            "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B), [self.gate, "@parts", *made], named(*made),
+            [self.gate], TILES=self._tiles_of_keys, HEADS=how.cols,
         )  # fmt: skip

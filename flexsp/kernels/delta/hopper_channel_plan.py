@@ -30,6 +30,13 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         "inverse": hopper_prepare.inverse, "reach": hopper_reach.reach,
     }  # fmt: skip
 
+    def settled(self) -> dict[str, Any]:
+        scanned = self.tiling.scanned
+        return super().settled() | {
+            "mild": "@mild", "skipped": "@mild", "growth": "@growth" if scanned else None,
+            "alive": "@alive" if scanned else None, "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"],
+        }  # fmt: skip
+
     def declare(self) -> list[Buffer]:
         p, chunks = self.tiling, (self.B * self.H, self.n_chunks)
         segments = p.K // 64, self.B * self.H, self.n_seg
@@ -41,37 +48,12 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
             Buffer("@from_start", Role.SCRATCH, torch.int32, segments),
         ]
 
-    @property
-    def _mild(self) -> str | None:
-        return "@mild"
-
-    @property
-    def _skipped(self) -> str | None:
-        return "@mild"
-
-    @property
-    def _growth(self) -> str | None:
-        return "@growth" if self.tiling.scanned else None
-
-    @property
-    def alive(self) -> str | None:
-        return "@alive" if self.tiling.scanned else None
-
-    @property
-    def _decays(self) -> str | None:
-        return "@decay"
-
-    @property
-    def _keys_of_walks(self) -> list[str | None]:
-        return ["@reads", "@w", "@writes"]
-
     def _prepared(self) -> list[LaunchSpec]:
-        p, names = self.tiling, ["q", "k", str(self.gate), self.beta]
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild", self._growth]
-        constants = {"K": p.K, "C": p.chunk, "GROWTH": self._growth is not None, "GROUP": p.group}
-        little = self.launch(
-            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            (*names, p.T, p.H, self.scale), constants,
+        p, names = self.tiling, self.gated_inputs
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild", self.growth]
+        little = self.kernel_launch(
+            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            GROWTH=self.growth is not None,
         )  # fmt: skip
         blocks, scores, inverse, values = ChannelPlan._prepared(self)
         inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
@@ -98,12 +80,11 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         ]
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
-        p, names = self.tiling, ["q", "k", str(self.gate), self.beta]
-        pointers = [*names, "do", "d_v", "@errors", "@entering", "@leaving", "@mild"]
-        made = (*self.to_keys, "@dbeta", gradient_of(str(self.gate)))
-        constants = {"K": p.K, "PARTS": 64 // p.tiles.channel_grads.cols, "V": p.V, "C": p.chunk, "GROUP": p.group}
-        little = self.launch(
-            "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1), [*pointers, *made], made,
-            (*names, "do", p.T, p.H, p.n_chunks, self.scale), constants,
+        p, names = self.tiling, [*self.gated_inputs, "do"]
+        made = [*self.to_keys, "@dbeta", gradient_of(str(self.gate))]
+        little = self.kernel_launch(
+            "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
+            [*names, "d_v", "@errors", "@entering", "@leaving", "@mild", *made], made, names,
+            PARTS=64 // p.tiles.channel_grads.cols,
         )  # fmt: skip
         return [little, *ChannelPlan._grads(self, part)]

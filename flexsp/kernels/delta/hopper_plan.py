@@ -17,7 +17,17 @@ WARP = Launch(0, 1, 1, registers=168)
 
 
 class HopperPlan(DeltaPlan):
-    """As `DeltaPlan`, from the inverses of chunks alone: U, W and scores are not kept in memory."""
+    """As `DeltaPlan`, from the inverses of chunks alone: U, W and scores are not kept in memory.
+
+    Attributes:
+        walked: how many chunks of a segment count, at its end and at its start.
+        decays: of tokens, to the start and to the end of their chunks.
+        walk_keys: queries, keys that read, and keys that write if they are others.
+    """
+
+    walked: str | None
+    decays: str | None
+    walk_keys: list[str | None]
 
     kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
         "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
@@ -25,54 +35,41 @@ class HopperPlan(DeltaPlan):
         "prepare": hopper_prepare.prepare, "horizons": horizons,
     }  # fmt: skip
 
-    @property
-    def _walked(self) -> str | None:
-        """How many chunks of a segment count, at its end and at its start."""
-        return "@walked" if self.alive is not None and self.tiling.scanned else None
-
-    @property
-    def _decays(self) -> str | None:
-        return None if self.gate is None else "@decays"
-
-    @property
-    def _keys_of_walks(self) -> list[str | None]:
-        """Queries, keys that read, and keys that write if they are others."""
-        return ["q", "k", None]
+    def settled(self) -> dict[str, Any]:
+        found = super().settled()
+        return found | {
+            "walked": "@walked" if found["alive"] is not None and found["scanned"] else None,
+            "decays": None if self.gate is None else "@decays", "walk_keys": ["q", "k", None],
+        }  # fmt: skip
 
     def _prepared(self) -> list[LaunchSpec]:
         p, launches = self.tiling, [self._prepare()]
-        if self._walked is None:
+        if self.walked is None:
             return launches
-        horizons_of = self.launch(
-            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), [self._bounds, "@alive", "@walked"],
-            ["@alive", "@walked"], (p.H, p.n_seg, p.n_chunks, p.per_seg), {"GATED": self.gate is not None},
+        horizons_of = self.kernel_launch(
+            "horizons", Launch(0, 1, 1), (p.B * p.H, p.n_seg, 1), [self.bounds, "@alive", "@walked"],
+            ["@alive", "@walked"],
         )  # fmt: skip
         return [*launches, horizons_of]
 
     def _prepare(self) -> LaunchSpec:
         p, names = self.tiling, ["q", "k", self.beta, self.gate]
-        made = ["@inverse", "@strength", self._gates, self._bounds, self._gain, self._decays, "@scores"]
-        constants = {"K": p.K, "C": p.chunk, "GATED": self.gate is not None, "BOUNDS": self._bounds is not None}
-        constants |= {"GROUP": p.group, "STEPS": p.steps}
-        return self.launch(
-            "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made),
-            (*self.strides(names), p.T, p.H, self.scale), constants, reads=named(*names),
+        made = ["@inverse", "@strength", self.gates, self.bounds, self.gain, self.decays, "@scores"]
+        return self.kernel_launch(
+            "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names, reads=named(*names),
+            BOUNDS=self.bounds is not None,
         )  # fmt: skip
 
     def _walk(
         self, kind: str, pointers: list[str | None], writes: tuple[str, ...], inputs: list[str], panels: int,
-        part: Part | None, **flags: bool,
+        part: Part | None, **flags: Any,
     ) -> LaunchSpec:  # fmt: skip
         """Of the segments of a part, or of all."""
         p = self.tiling
         n_seg, before = (p.n_seg, 0) if part is None else part[:2]
-        numbers: list[int | float | str] = [*inputs, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, before, p.held]
-        numbers.append(self.scale)
-        constants = {"K": p.K, "V": p.V, "C": p.chunk, "GATED": self.gated, "GROUP": p.group, "STEPS": p.steps}
         flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
-        return self.launch(
-            kind, _WARPS, (panels, p.B * p.H, n_seg), pointers, writes, numbers, constants | flags
-        )
+        grid = panels, p.B * p.H, n_seg
+        return self.kernel_launch(kind, _WARPS, grid, pointers, writes, inputs, counts={"before": before}, **flags)
 
     def _forward(
         self, kind: str, writes: tuple[str, ...], states: str | None, given: str | None, final: str | None,
@@ -84,8 +81,8 @@ class HopperPlan(DeltaPlan):
         def of(*names: str) -> list[str | None]:
             return [x if x in writes else None for x in names]
 
-        queries, keys, written = self._keys_of_walks
-        pointers = [queries if reads else None, keys, written, "v", self._decays or "@strength", "@inverse"]
+        queries, keys, written = self.walk_keys
+        pointers = [queries if reads else None, keys, written, "v", self.decays or "@strength", "@inverse"]
         pointers += ["@scores" if reads else None, *of("o", "@errors", "@entering"), states, *of("@A")]
         pointers += [*([self.alive, walked] if sums else [None, None]), given, final]
         return self._walk(
@@ -95,25 +92,21 @@ class HopperPlan(DeltaPlan):
         )  # fmt: skip
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
-        return [self._forward("summarize", ("@states", "@A"), "@states", given, None, self._walked)]
+        return [self._forward("summarize", ("@states", "@A"), "@states", given, None, self.walked)]
 
     def _output(self, given: str | None) -> LaunchSpec:
         final = "@final" if self.ends else None
-        return self._forward("output", ("o", *named(final)), self._edge_states, given, final)
+        return self._forward("output", ("o", *named(final)), self.segment_states, given, final)
 
     def _states(self, given: str | None, part: Part) -> LaunchSpec:
-        return self._forward("states", ("@errors", "@entering"), self._edge_states, given, None, part=part)
-
-    @property
-    def _edge_states(self) -> str | None:
-        return "@states" if self.tiling.scanned else None
+        return self._forward("states", ("@errors", "@entering"), self.segment_states, given, None, part=part)
 
     def _backward(
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None,
         walked: str | None = None, part: Part | None = None,
     ) -> LaunchSpec:  # fmt: skip
         p, sums = self.tiling, kind == "collect"
-        pointers = [*self._keys_of_walks, "do", self._decays or "@strength", "@inverse", "@scores"]
+        pointers = [*self.walk_keys, "do", self.decays or "@strength", "@inverse", "@scores"]
         pointers += [None, None] if sums else ["d_v", "@leaving"]
         pointers += [dstates, walked, after, to]
         return self._walk(
@@ -122,20 +115,17 @@ class HopperPlan(DeltaPlan):
         )  # fmt: skip
 
     def _collect(self, after: str | None) -> list[LaunchSpec]:
-        return [self._backward("collect", ("@dstates",), "@dstates", after, None, self._walked)]
+        return [self._backward("collect", ("@dstates",), "@dstates", after, None, self.walked)]
 
     def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
-        dstates = "@dstates" if self.tiling.scanned else None
-        return self._backward("back", ("d_v", "@leaving", *named(to)), dstates, after, to, part=part)
+        writes = "d_v", "@leaving", *named(to)
+        return self._backward("back", writes, self.segment_gradients, after, to, part=part)
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
-        p, how = self.tiling, self.tiling.tiles.grads
-        pointers = ["q", "k", "do", "d_v", "@strength", "@errors", self._gates, "@entering", "@leaving"]
-        writes = (*self.to_keys, "@parts")
-        constants = {"K": p.K, "BK": how.cols, "V": p.V, "C": p.chunk, "GATED": self.gate is not None}
-        constants |= {"GROUP": p.group, "STEPS": p.steps}
-        spec = self.launch(
-            "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *writes], writes,
-            ("q", "k", "do", p.T, p.H, p.n_chunks, part.chunks_before, p.held, self.scale), constants,
+        p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "@parts"]
+        pointers = [*names, "d_v", "@strength", "@errors", self.gates, "@entering", "@leaving"]
+        spec = self.kernel_launch(
+            "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
+            counts={"before": part.chunks_before}, BK=how.cols,
         )  # fmt: skip
-        return [spec, *self._exact_grads(part)]
+        return [spec, *self.exact_gradients(part, "@parts", None, self._tiles_of_keys)]

@@ -328,7 +328,7 @@ _COMPILER = [
     ),
     *_in(
         "flexsp/compiler/planning/plan.py",
-        ("// chunk) + self.docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
+        ("// chunk) + self.n_docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("n_seg = max(1, -(-n_chunks // per_seg))", "n_seg = max(1, n_chunks // per_seg)", "the last segment is left out",
          "tests/test_plans_cover.py"),
         ("n_chunks > 0 and not self.ranks", "n_chunks > 0", "ranks have no summary", "tests/test_plans_cover.py"),

@@ -326,7 +326,7 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
         o, final = operators.run(executable, None, given, initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     passes = [
-        predict(code, executable.plan.tiling, executable.plan.sizes, 32, 4096, dtype, docs=docs, backward=back)
+        predict(code, executable.plan.tiling, executable.plan.sizes, 32, 4096, dtype, n_docs=docs, backward=back)
         for back in (False, True)
     ]  # fmt: skip
     rows, tail = [x for some in passes for x in some], ["tail_kernel"] if docs else []  # not of the plan: writes zeros

@@ -435,7 +435,7 @@ def test_describe() -> None:
     assert [line[0] for line in tables if line[0] != "total"] == [x.kernel for x in rows]
     total = sum(x.us for x in rows)
     assert float(lines[-2].split()[-1]) == pytest.approx(total, abs=0.06)
-    packed = "\n".join(describe(code_of("gla"), {"K": 128, "V": 128}, 8, 999, BF16, docs=3, ranks=True))
+    packed = "\n".join(describe(code_of("gla"), {"K": 128, "V": 128}, 8, 999, BF16, n_docs=3, ranks=True))
     assert "3 packed documents" in packed and "over ranks" in packed and "summarize" in packed
 
 

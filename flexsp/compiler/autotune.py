@@ -107,7 +107,7 @@ def tune(
         return min(plans, key=of)
 
     call, device = usual.plan, of_device(usual.device)
-    found = candidates(call.code, call.sizes, call.B * call.H, call.T, call.docs, call.dtype, device=device)
+    found = candidates(call.code, call.sizes, call.B * call.H, call.T, call.n_docs, call.dtype, device=device)
     least = min((us for _, us in found), default=0.0)
     best = quickest([call.tiling, *(plan for plan, us in found if us <= _HOPEFUL * least)])
     improved = True

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from flexsp.compiler.graphs.differentiate import Intrinsic, Saved, Step
+from flexsp.compiler.graphs.differentiate import ChunkTensor, Intrinsic, Step
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import OURS, is_state
 
@@ -107,7 +107,7 @@ def split_gradients(
         best = min(range(len(parts)), key=lambda i: _cost(mine - needs[i]))
         parts[best].append(f"keep_{name}")
         needs[best] |= mine
-    kept = {name: Saved(name, dims(node), "sum", len(dims(node)) < 2) for name, node in sums.items()}
+    kept = {name: ChunkTensor(name, dims(node), "sum", len(dims(node)) < 2) for name, node in sums.items()}
     new = replace(
         step, graph=graph, outputs=(*step.outputs, *(f"keep_{name}" for name in sums)), kept=step.kept | kept
     )

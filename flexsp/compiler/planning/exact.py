@@ -81,7 +81,7 @@ class ExactSegments(LaunchPlan):
         """All gradients of inputs, of chunks that are done again."""
         if not self.rounds:
             return []
-        others = ["@exact", "@scratch", "@entering", "@leaving", "@table" if self.docs else None]
+        others = ["@exact", "@scratch", "@entering", "@leaving", "@table" if self.n_docs else None]
         grid = self._programs(), self.B * self.H, 1
         reads = "@entering", "@leaving"
         return [self.of_tokens(f"{EXACT}grads", self._of_grads(), grid, others, reads, ("@scratch",), {})]

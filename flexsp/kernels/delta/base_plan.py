@@ -27,7 +27,7 @@ class _Buffers(LaunchPlan):
         alive: which segments' matrices count: not where states decay to nothing, or a document begins.
         gates, bounds, gain: what `prepare` leaves of chunks.
         keys, strength: queries and keys of walks, and what they multiply keys by.
-        mild: which chunks kernels for gates that add up to little have done.
+        small_gates: which chunks kernels for gates that add up to little have done.
         to_keys: gradients of q and k, of each head.
         segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
             with those of the call.
@@ -42,7 +42,7 @@ class _Buffers(LaunchPlan):
     gain: str | None
     keys: list[str]
     strength: str | None
-    mild: str | None
+    small_gates: str | None
     to_keys: list[str]
     segment_states: str | None
     segment_gradients: str | None
@@ -66,19 +66,19 @@ class BasePlan(_Buffers):
     types: tuple[torch.dtype, torch.dtype]
     scale: float
     initial: bool
-    ends: bool
+    returns_final: bool
     text: str
     name: str
 
     def settled(self) -> dict[str, Any]:
         scanned, rounds, decays = self.tiling.scanned, self.dtype == torch.bfloat16, self.gate is not None
         return {
-            "sparse": self.docs > 0, "scanned": scanned, "aligned_gradient": self.tiling.tiles.copies,
+            "sparse": self.n_docs > 0, "scanned": scanned, "aligned_gradient": self.tiling.tiles.copies,
             "rounds": rounds, "half": self.dtype if rounds else torch.float32,
             "gated": int((walks.SCALAR if decays else walks.NONE).value),
-            "alive": "@alive" if decays or (self.tiling.docs and scanned) else None,
+            "alive": "@alive" if decays or (self.tiling.n_docs and scanned) else None,
             "gates": "@gates" if decays else None, "bounds": "@bounds" if decays and scanned else None,
-            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "strength": "@strength", "mild": None,
+            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "strength": "@strength", "small_gates": None,
             "to_keys": ["d_q", "d_k"] if self.tiling.group == 1 else ["@dq", "@dk"],
             "segment_states": "@states" if scanned else None, "segment_gradients": "@dstates" if scanned else None,
         }  # fmt: skip

@@ -75,8 +75,9 @@ class ChannelPlan(DeltaPlan):
         p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
         made, grid = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"], (p.n_chunks, p.B * p.H, 1)
         scores = self.kernel_launch(
-            "channel_scores", t.channel_scores, grid, [*names, "@blocks", *made, self.mild, self.growth],
-            [*made, *named(self.growth)], names, STRONG=self.mild is not None, GROWTH=self.growth is not None,
+            "channel_scores", t.channel_scores, grid, [*names, "@blocks", *made, self.small_gates, self.growth],
+            [*made, *named(self.growth)], names, LARGE_ONLY=self.small_gates is not None,
+            GROWTH=self.growth is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
             "channel_inverse", t.prepare, grid, ("@inverse", self.gain or "@inverse"), ("@inverse",),
@@ -97,17 +98,17 @@ class ChannelPlan(DeltaPlan):
         p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
         around = ["@entering", "@leaving", "@errors"]
         width = t.channel_width
-        in_place, strong = width >= p.V >= 2 * t.chunk, self.mild is not None
+        in_place, large_only = width >= p.V >= 2 * t.chunk, self.small_gates is not None
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
         rows = p.V if in_place else 2 * t.chunk
         parts = self.kernel_launch(
             "channel_parts", t.channel_parts, (p.n_chunks, p.B * p.H, 1),
             [
-                "do", "@inverse", "@errors", None if strong else "@derrors", *around[:2], self.skipped, "d_v",
+                "do", "@inverse", "@errors", None if large_only else "@derrors", *around[:2], self.skipped, "d_v",
                 "@kept", *left,
             ],
-            [*([] if strong else ["d_v"]), "@kept", *left], ["do"], in_place=around, BV=width, ROWS=rows,
-            STRONG=strong, SKIPS=self.skipped is not None,
+            [*([] if large_only else ["d_v"]), "@kept", *left], ["do"], in_place=around, BV=width, ROWS=rows,
+            LARGE_ONLY=large_only, SKIPS=self.skipped is not None,
         )  # fmt: skip
         to_beta = gradient_of(self.beta)
         panels = -(-p.K // t.channel_grads.cols)

@@ -15,7 +15,7 @@ from flexsp.kernels.delta.prepare import load_numbers, store_gain, sum_over, uni
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
-_LITTLE = tl.constexpr(80.0)  # log2: what such factors multiply neither overflows nor vanishes
+_SMALL = tl.constexpr(80.0)  # log2: what such factors multiply neither overflows nor vanishes
 _FEW = tl.constexpr(4)  # log2 of how many tokens the smaller blocks have that are tried
 _STEPS = tl.constexpr(1024.0)
 _ALL = tl.constexpr(4)  # matrices of `channel_blocks` before those of blocks
@@ -81,8 +81,8 @@ def _block(
     the chunk's start on; which: the matrix of blocks of 2^_FEW."""
     # Not in a branch: ARCHITECTURE.md, "Walks".
     x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
-    wide = tl.sum(tl.sum((~(tl.abs(x) <= _LITTLE)).to(tl.int32), axis=1), axis=0)
-    wider = tl.sum(tl.sum((~((total >= -_LITTLE) & (total <= _LITTLE / 8))).to(tl.int32), axis=1), axis=0)
+    wide = tl.sum(tl.sum((~(tl.abs(x) <= _SMALL)).to(tl.int32), axis=1), axis=0)
+    wider = tl.sum(tl.sum((~((total >= -_SMALL) & (total <= _SMALL / 8))).to(tl.int32), axis=1), axis=0)
     return tl.where(wider == 0, LEVELS, tl.where(wide == 0, _FEW, 0))
 
 
@@ -149,9 +149,9 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, growth, table, q_sb, q_st, q_sh, k_sb,
-    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, STRONG: tl.constexpr, GROWTH: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, small_gates, growth, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, LARGE_ONLY: tl.constexpr, GROWTH: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
@@ -159,8 +159,8 @@ def channel_scores(
     [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles].
 
     GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at most; a token does so by no more
-    than |1 - beta |k|^2|, and without bound if one of its gates is positive. STRONG, and SKIPS below: chunks that are
-    `mild` are left to `hopper_channels`, or to `exact`.
+    than |1 - beta |k|^2|, and without bound if one of its gates is positive. LARGE_ONLY, and SKIPS below: chunks of
+    `small_gates`, and those that are `skipped`, are left to `hopper_channels`, or to `exact`.
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -168,8 +168,8 @@ def channel_scores(
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, tl.program_id(0), T, C, PACKED)
     at = row * tl.num_programs(0) + tl.program_id(0)
-    if STRONG:  # noqa: SIM102 (a constexpr, then a value)
-        if tl.load(mild + at) != 0:
+    if LARGE_ONLY:  # noqa: SIM102 (a constexpr, then a value)
+        if tl.load(small_gates + at) != 0:
             return
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st
@@ -255,12 +255,12 @@ def channel_values(
 @triton.jit
 def _chunk(
     do, do_st, errors, derrors, turned, dv, dv_st, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    LARGE_ONLY: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN, which the walk left where STRONG."""
+    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN, which the walk left where LARGE_ONLY."""
     oc = load_rows(do, do_st, length, v0, C, V, BV)
     N = load_state(errors, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
-    if STRONG:
+    if LARGE_ONLY:
         y = load_rows(dv, dv_st, length, v0, C, V, BV).to(DOT)
     else:
         dN = load_state(derrors, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
@@ -270,9 +270,9 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_parts(
-    do, inverse, errors, derrors, entering, leaving, mild, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
+    do, inverse, errors, derrors, entering, leaving, skipped, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
     do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LARGE_ONLY: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V], and what `channel_grads` goes on with: for each chunk ROWS rows of `parts`, gradients of scale
@@ -288,7 +288,7 @@ def channel_parts(
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
     if SKIPS:  # noqa: SIM102
-        if tl.load(mild + at) != 0:
+        if tl.load(skipped + at) != 0:
             return
     i = tl.arange(0, C)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
@@ -303,9 +303,9 @@ def channel_parts(
     of_pairs = tl.zeros([C, C], tl.float32)
     for v0 in tl.static_range(0, V, BV):
         oc, N, y = _chunk(
-            do, do_st, errors, derrors, turned, dv, H * V, length, v0, C, V, BV, STRONG, DOT, PREC
+            do, do_st, errors, derrors, turned, dv, H * V, length, v0, C, V, BV, LARGE_ONLY, DOT, PREC
         )  # fmt: skip
-        if not STRONG:
+        if not LARGE_ONLY:
             store_rows(dv, y, H * V, length, v0, C, V, BV)
         of_scores += mm(oc, N, DOT, PREC)
         of_pairs -= mm(y, N, DOT, PREC)
@@ -320,7 +320,7 @@ def channel_parts(
         for v1 in tl.static_range(0, V, BV):
             if BV < V:
                 oc, N, y = _chunk(
-                    do, do_st, errors, derrors, turned, dv, H * V, length, v1, C, V, BV, STRONG, DOT, PREC
+                    do, do_st, errors, derrors, turned, dv, H * V, length, v1, C, V, BV, LARGE_ONLY, DOT, PREC
                 )  # fmt: skip
             S = load_state(entering, v1, k0, True, V, K, BV, COLS).to(entering.dtype.element_ty)
             dS = load_state(leaving, v1, k0, True, V, K, BV, COLS).to(leaving.dtype.element_ty)
@@ -351,8 +351,8 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, blocks, sizes, mild, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
-    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
+    q, k, g, beta, blocks, sizes, skipped, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
     COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, SKIPS: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -364,7 +364,7 @@ def channel_grads(
     start, length, doc, first_chunk, last_chunk = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
     if SKIPS:  # noqa: SIM102
-        if tl.load(mild + at) != 0:
+        if tl.load(skipped + at) != 0:
             return
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st

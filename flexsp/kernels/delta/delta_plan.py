@@ -108,8 +108,8 @@ class DeltaPlan(ExactPlan):
     # Launches
 
     def forward(self) -> list[LaunchSpec]:
-        given, final = "@initial" if self.initial else None, "@final" if self.ends else None
-        chosen = [choose(self, self.mild)] if self.rounds else []
+        given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
+        chosen = [choose(self, self.small_gates)] if self.rounds else []
         launches = [*self._prepared(), *chosen]
         if self.scanned:
             launches += [*self._summarize(given), *self.exact_forward("summarize", given)]
@@ -197,12 +197,12 @@ class DeltaPlan(ExactPlan):
         )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:
-        final = "@final" if self.ends else None
+        final = "@final" if self.returns_final else None
         return self._launch(
             "output", self.tiling.tiles.output,
             [*self.keys, self.strength, "@u", "@w", "@scores", self.gates, "o", self.segment_states, given, final],
             ("o", *named(final)), ["q", "k"],
-            ENTERS=self.tiling.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
+            ENTERS=self.tiling.scanned, BOUNDARY=given is not None, LEAVES=self.returns_final,
         )  # fmt: skip
 
     def _states(self, given: str | None, part: Part) -> LaunchSpec:

@@ -29,13 +29,13 @@ It is not lower because this walk is slow. On an H100 a gated rule in bf16 with 
 takes 39 ms instead of 2 forward, and 230 ms instead of 8 with its gradients."""
 GROUP_OF_CHUNKS = tl.constexpr(8)
 _MANY = tl.constexpr(128)
-_ALONE = tl.constexpr(2)  # in `mild`: neither kernels for mild chunks nor those for others
+_ALONE = tl.constexpr(2)  # in `small_gates`: neither kernels for small gates nor those for large ones
 
 
 @triton.jit(do_not_specialize=["T", "n_chunks", "per_seg"])
 def choose(
-    gain, exact, mild, table, T, n_chunks, per_seg, C: tl.constexpr, MILD: tl.constexpr, PACKED: tl.constexpr,
-    PDL: tl.constexpr,
+    gain, exact, small_gates, table, T, n_chunks, per_seg, C: tl.constexpr, SMALL_GATES: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """exact [B H, chunks], of all chunks of a segment alike: whether it is done token by token."""
     begin(PDL)
@@ -51,8 +51,8 @@ def choose(
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)
-        if MILD:
-            tl.store(mild + row * n_chunks + c, tl.full([_MANY], _ALONE, tl.int32), mask=(c < c1) & (found != 0))
+        if SMALL_GATES:
+            tl.store(small_gates + row * n_chunks + c, tl.full([_MANY], _ALONE, tl.int32), mask=(c < c1) & (found != 0))
 
 
 @triton.jit

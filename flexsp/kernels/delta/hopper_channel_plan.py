@@ -26,14 +26,14 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
     """As `ChannelPlan`, with the walks of `HopperPlan`: U and W are not kept in memory."""
 
     kernels: ClassVar[dict[str, Any]] = ChannelPlan.kernels | HopperPlan.kernels | {
-        "little_scores": hopper_channels.channel_scores, "little_grads": hopper_channels.channel_grads,
+        "small_gate_scores": hopper_channels.channel_scores, "small_gate_grads": hopper_channels.channel_grads,
         "inverse": hopper_prepare.inverse, "reach": hopper_reach.reach,
     }  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         scanned = self.tiling.scanned
         return super().settled() | {
-            "mild": "@mild", "skipped": "@mild", "growth": "@growth" if scanned else None,
+            "small_gates": "@small_gates", "skipped": "@small_gates", "growth": "@growth" if scanned else None,
             "alive": "@alive" if scanned else None, "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"],
         }  # fmt: skip
 
@@ -42,7 +42,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         segments = p.K // 64, self.B * self.H, self.n_seg
         return [
             *super().declare(),
-            Buffer("@mild", Role.SAVED, torch.int32, chunks),
+            Buffer("@small_gates", Role.SAVED, torch.int32, chunks),
             Buffer("@growth", Role.SAVED, torch.float32, chunks),
             Buffer("@from_end", Role.SCRATCH, torch.int32, segments),
             Buffer("@from_start", Role.SCRATCH, torch.int32, segments),
@@ -50,20 +50,20 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     def _prepared(self) -> list[LaunchSpec]:
         p, names = self.tiling, self.gated_inputs
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@mild", self.growth]
-        little = self.kernel_launch(
-            "little_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@small_gates", self.growth]
+        small = self.kernel_launch(
+            "small_gate_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
             GROWTH=self.growth is not None,
         )  # fmt: skip
         blocks, scores, inverse, values = ChannelPlan._prepared(self)
         inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
-        return [little, blocks, scores, inverse]
+        return [small, blocks, scores, inverse]
 
     def _reach(self, found: str, reverse: bool) -> LaunchSpec:
         p, reads = self.tiling, ("@w", "@writes", "@inverse", "@decay", "@growth")
-        constants = {"K": p.K, "C": p.chunk, "REVERSE": reverse, "PACKED": p.docs > 0}
+        constants = {"K": p.K, "C": p.chunk, "REVERSE": reverse, "PACKED": p.n_docs > 0}
         return LaunchSpec(
-            "reach", _REACH, (p.K // 64, p.B * p.H, p.n_seg), (*reads, found, "@table" if p.docs else "@w"), reads,
+            "reach", _REACH, (p.K // 64, p.B * p.H, p.n_seg), (*reads, found, "@table" if p.n_docs else "@w"), reads,
             (found,), (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, _REACH.options,
         )  # fmt: skip
 
@@ -82,9 +82,9 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
     def _grads(self, part: Part) -> list[LaunchSpec]:
         p, names = self.tiling, [*self.gated_inputs, "do"]
         made = [*self.to_keys, "@dbeta", gradient_of(str(self.gate))]
-        little = self.kernel_launch(
-            "little_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
-            [*names, "d_v", "@errors", "@entering", "@leaving", "@mild", *made], made, names,
+        small = self.kernel_launch(
+            "small_gate_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
+            [*names, "d_v", "@errors", "@entering", "@leaving", "@small_gates", *made], made, names,
             PARTS=64 // p.tiles.channel_grads.cols,
         )  # fmt: skip
-        return [little, *ChannelPlan._grads(self, part)]
+        return [small, *ChannelPlan._grads(self, part)]

@@ -31,7 +31,7 @@ from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["channel_grads", "channel_scores"]
 
-_LITTLE = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
+_SMALL = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PARTS = gl.constexpr(4)  # of the tokens, one a warp
@@ -131,12 +131,12 @@ def _size(x, y):
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, pairs, scores, reads, writes, w, decay, mild, growth, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GROWTH: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, pairs, scores, reads, writes, w, decay, small_gates, growth, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr,
+    GROWTH: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `channels.channel_scores`. mild [B H, chunks]: whether the chunk's gates add up to little, so that what is
-    written stands.
+    """As `channels.channel_scores`. small_gates [B H, chunks]: whether the chunk's gates add up to little, so that what
+    is written stands.
     """
     begin(PDL)
     c, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
@@ -158,7 +158,7 @@ def channel_scores(
         copy(ks.index(n), k + n * N, length, C, N, k_st)
     async_copy.commit_group()
     L: gl.constexpr = by_channel(C)
-    strong = 0
+    large = 0
     most = gl.zeros([_PARTS, N], gl.float32, gl.SliceLayout(1, _in_parts(C)))
     for n in range(K // N):
         gate = _load(g + n * N, length, g_st, C, N)
@@ -167,8 +167,8 @@ def channel_scores(
         total, middle, end = _sums(gate, C, N)
         x = total - middle[None, :]
         grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
-        little = (gl.abs(x) <= _LITTLE) & grown & (total <= _GROWTH) & (middle >= -_LITTLE)[None, :]
-        strong += gl.sum(gl.sum((~little).to(gl.int32), axis=1), axis=0)
+        small = (gl.abs(x) <= _SMALL) & grown & (total <= _GROWTH) & (middle >= -_SMALL)[None, :]
+        large += gl.sum(gl.sum((~small).to(gl.int32), axis=1), axis=0)
         to = at * C * K + n * N + _places(K, C, N)
         arrived(0)
         found = ks.index(n).load(L).to(gl.float32) * power(-x)
@@ -203,16 +203,17 @@ def channel_scores(
     store(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C, C, C, C)
     of_queries = of_queries * (factor * scale)
     store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
-    gl.store(mild + at, gl.where(strong == 0, 1, 0))
+    gl.store(small_gates + at, gl.where(large == 0, 1, 0))
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, do, dv, errors, entering, leaving, mild, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, K: gl.constexpr,
-    PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, do, dv, errors, entering, leaving, small_gates, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    K: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks that are `mild`, and not 2.
+    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks of `small_gates`, and not 2.
 
     dv [B, T, H, V], errors N^T, and the S^T around the chunk are what the walks left. The first of PARTS tiles of
     dbeta has what 64 channels add, the others zeros.
@@ -224,7 +225,7 @@ def channel_grads(
     TILES: gl.constexpr = K // N
     c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
     at = row * n_chunks + c
-    if gl.load(mild + at) != 1:
+    if gl.load(small_gates + at) != 1:
         return
     k0 = tile * N
     b = row // H

@@ -95,7 +95,7 @@ class HopperPlan(DeltaPlan):
         return [self._forward("summarize", ("@states", "@A"), "@states", given, None, self.walked)]
 
     def _output(self, given: str | None) -> LaunchSpec:
-        final = "@final" if self.ends else None
+        final = "@final" if self.returns_final else None
         return self._forward("output", ("o", *named(final)), self.segment_states, given, final)
 
     def _states(self, given: str | None, part: Part) -> LaunchSpec:

@@ -36,7 +36,7 @@ class DiagonalPlan(SegmentedPlan):
         dtype: of q and k, and of what products multiply.
         gate: "g", the input with a number a token that the state decays by, or the name of one with a number a head;
             None where it does not decay.
-        early: dq is walked before the gradients of states come in.
+        dq_first: dq is walked before the gradients of states come in.
         values: the type of v and of the outputs; None for `dtype`.
     """
 
@@ -45,8 +45,8 @@ class DiagonalPlan(SegmentedPlan):
     gate: str | None
     scale: float
     initial: bool
-    ends: bool
-    early: bool
+    returns_final: bool
+    dq_first: bool
     text: str
     values: torch.dtype | None = None
     kernels: ClassVar[dict[str, Any]] = {
@@ -59,7 +59,7 @@ class DiagonalPlan(SegmentedPlan):
 
     def settled(self) -> dict[str, Any]:
         return {
-            "name": NAME, "sparse": self.docs > 0, "optional": frozenset(named(self.gate)),
+            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate)),
             "by_head": frozenset({"g"}), "by_token": frozenset({"g_gamma"}),
         }  # fmt: skip
 
@@ -88,7 +88,7 @@ class DiagonalPlan(SegmentedPlan):
         read_tiles, of_head = _count(p.K, dq.bk), gate != "g"
         scratch = {
             "@edges": (self._dk_tiles, p.B, p.n_seg, p.H),
-            "@ends": (p.docs, p.H, read_tiles, dq.bk),
+            "@ends": (p.n_docs, p.H, read_tiles, dq.bk),
             "@reads": self._sums(read_tiles, dq.parts),
             "@pairs": self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else dk.parts),
             "@writes": self._sums(self._dk_tiles, dk.parts),
@@ -135,11 +135,11 @@ class DiagonalPlan(SegmentedPlan):
         return [self._summarize("q", "do", "@dstates", last, reverse=True, zero=zero)]
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        return [self._dq(last, wanted)] if self.early else []
+        return [self._dq(last, wanted)] if self.dq_first else []
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         tiles, dgate = self.tiling.tiles, self.gate in wanted
-        dq = [] if self.early else [self._dq(last, wanted)]
+        dq = [] if self.dq_first else [self._dq(last, wanted)]
         if tiles.dv is None:
             dkv = [self._dkv(tiles.dk, last, to, "d_k", True, dgate)]
         else:

@@ -30,9 +30,9 @@ class _Vector(Engine):
     def tiling(self, asked: Asked) -> Any:
         from flexsp.kernels.vector.vector_plan import make_plan
 
-        return make_plan(asked.tensors[0], asked.docs)
+        return make_plan(asked.tensors[0], asked.n_docs)
 
-    def plan(self, tiling: Any, asked: Asked, early: bool) -> VectorPlan:
+    def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> VectorPlan:
         from flexsp.kernels.vector.vector_plan import VectorPlan
 
         x, g = asked.tensors

@@ -49,7 +49,7 @@ def summarize_kernel(
 ):  # fmt: skip
     """states [batch, n_seg + 1, D]: what segment s adds in slot s + 1; its log decay in decay [batch, n_seg, D].
 
-    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [docs, D]: states before packed documents.
+    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [n_docs, D]: states before packed documents.
     """
     begin(PDL)
     d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)

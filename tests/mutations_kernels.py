@@ -289,7 +289,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/diagonal/plan.py",
-        ("// choice.chunk) + docs", "// choice.chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
+        ("// choice.chunk) + n_docs", "// choice.chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("max(1, -(-n_chunks // per_seg)))", "max(1, n_chunks // per_seg))", "the last segment is left out",
          "tests/test_plans_cover.py"),
         ("n_chunks, B * H, device", "n_chunks, B, device", "segments do not count heads",
@@ -328,7 +328,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/operators.py",
         ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False]"),
-        ("SymInt docs", "int docs", "another number of documents is another graph", _LENGTHS + "[True]"),
+        ("SymInt n_docs", "int n_docs", "another number of documents is another graph", _LENGTHS + "[True]"),
         ("not x.is_neg() and not", "not", "views that negate are read as they lie", _UNUSUAL + "test_views_that_negate[ops]"),
         ("type(x) in _TENSORS and", "", "tensors without memory are read", _UNUSUAL + "test_tensors_without_memory"),
         ("key is None or plain(do", "True or plain(do", "gradients without memory are read",
@@ -337,7 +337,7 @@ KERNELS = [
          _UNUSUAL + "test_hooks_that_give_back_others[ops]"),
         ("            ctx.operation = _operation(key)", "            pass", "a variant ends before its backward pass",
          _UNUSUAL + "test_tensors_without_memory[kernels]"),
-        ("table = table if docs else None", "pass", "checkpoints keep another number of tensors in operators",
+        ("table = table if n_docs else None", "pass", "checkpoints keep another number of tensors in operators",
          _UNUSUAL + "test_a_checkpoint_of_which_one_pass_is_watched"),
         ("x.new_empty(x.shape if wants else 0)", "x.new_empty(x.shape)", "graphs hold gradients that nobody wants",
          _UNUSUAL + "test_operators_give_what_their_fakes_say[ops]"),

@@ -124,7 +124,7 @@ KERNELS = [
          "what is written grows", _DELTA_GATED),
         ("dS -= _written(dN, wc", "dS += _written(dN, wc", "errors have no gradient of states", _DELTA_ALL),
         ("            dS = tl.where(first, 0.0, dS)\n    _put", "            dS = dS\n    _put",
-         "gradients flow past a document's start in `collect`", _STARTS + "[segments]"),
+         "gradients flow past a document's start in `summarize_backward`", _STARTS + "[segments]"),
         ("c1 = c0 + walked", "c1 = c1 - (c1 - c0 - walked) - 1", "a chunk too few is collected", _DELTA_SLOW),
     ),
     *_in(

@@ -18,8 +18,8 @@ from tests.marks import slow
 
 pytestmark = pytest.mark.compiles
 
-OF_LARGE = ("output", "back", "grads")
-OF_LARGE_CHANNELS = ("back", "channel_parts")
+OF_LARGE = ("output", "output_backward", "grads")
+OF_LARGE_CHANNELS = ("output_backward", "channel_parts")
 """Of heads of 256, those that take most shared memory and registers: all of them would take too long."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"K": 128, "V": 128},
@@ -84,11 +84,13 @@ GROUPS = ([*QUICK, *OVER_RANKS], NO_DECAY, IN_TRITON, LARGE, SHARED)
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
 ALL_LARGE = [name for name in CONFIGS if re.match("bf16 .*(192|256)", name)]
 EXACT = {"choose", "exact_forward", "exact_backward", "exact_grads"}
-WALKS = {"output", "states", "back", "summarize", "collect"}
+WALKS = {"output", "chunk_states", "output_backward", "summarize", "summarize_backward"}
 OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
 IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
 MAY_SPILL = {
-    (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 80, "channel_inverse": 128, "channel_grads": 104}
+    (3, 6): {
+        "prepare": 304, "output": 64, "output_backward": 24, "grads": 80, "channel_inverse": 128, "channel_grads": 104
+    }
 }
 
 
@@ -165,14 +167,15 @@ def test_kernels(name: str) -> None:
         heads = CONFIGS[name].get("H", 32)
         want |= ({"join", "reach"} if heads < 128 else set()) | ({"reach"} if ranks else set())
     elif in_gluon(name):
-        want = {"prepare", "forward", "backward", "grads", "gathered"}
+        want = {"prepare", "forward", "backward", "grads", "reduce_gate_grads"}
         want |= {"join"} if segments else set()
         want |= {"horizons"} if segments and (packed or of != "deltanet") else set()
     else:
-        want = {"output", "states", "back"} | ({"summarize", "collect"} if segments or ranks else set())
+        want = {"output", "chunk_states", "output_backward"}
+        want |= {"summarize", "summarize_backward"} if segments or ranks else set()
         want |= {"join"} if of == "gated_deltanet" or (segments and CONFIGS[name].get("H") == 8) else set()
         of_channels = OF_CHANNELS | {"channel_blocks", "channel_inverse"}
-        want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "gathered"}
+        want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "reduce_gate_grads"}
     want |= EXACT if CONFIGS[name].get("dtype", "bfloat16") == "bfloat16" else set()
     want |= {"tail_kernel"} if packed else set()
     assert {kernel["name"] for kernel in found} == want & {*CONFIGS[name].get("only", want)}, described(found)

@@ -88,7 +88,7 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
             assert {gradient_of(x) for x in (*call.code.step.tokens, *call.code.step.params)} <= after
             assert ("@dinitial" in after) == dinitial
             if name == "bounded" and call.scanned:
-                assert any("@entering" in x.reads for x in backward if x.kind == "collect")
+                assert any("@entering" in x.reads for x in backward if x.kind == "summarize_backward")
 
 
 def engine_calls() -> Iterator[DiagonalPlan]:

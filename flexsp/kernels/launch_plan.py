@@ -291,7 +291,7 @@ class SegmentedPlan(LaunchPlan):
         """The outputs, and states of documents."""
 
     @abstractmethod
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         """The same backward, with gradients of documents' final states, `last`."""
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -329,7 +329,7 @@ class SegmentedPlan(LaunchPlan):
     def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
         last, to = self.in_walk("@dfinal" if dfinal else None), self.in_walk("@dinitial" if dinitial else None)
         return [
-            *self.collect(last, zero=self.n_docs > 0 or not dfinal),
+            *self.summarize_backward(last, zero=self.n_docs > 0 or not dfinal),
             *([] if self.n_chunks else [zeroed("@dstates", *self.sums(wanted))]),
             *(self.copied_unless_packed("@dstates", "@dfinal", slots=(self.n_seg, None)) if dfinal else []),
             *self.before_scan(last, wanted),

@@ -122,7 +122,7 @@ def _kept(plan: GeneratedPlan) -> tuple[str, ...]:
     """Names of the running gates, gated queries and keys, and scores that walks read."""
     kernels, (what,) = plan.code.kernels, [x for x in plan.code.step.intrinsics if x.kind == "scores"]
     b = what.args[-1]
-    (gated_q,), (gated_k,) = ([x for x in kernels[kind].kept if x != b] for kind in ("collect", "summarize"))
+    (gated_q,), (gated_k,) = ([x for x in kernels[kind].kept if x != b] for kind in ("summarize_backward", "summarize"))
     return b, gated_q, gated_k, *what.results
 
 

@@ -90,7 +90,7 @@ class ChunkTensor:
             "operand": another operand of a product in a dense walk;
             "argument", "result": of an intrinsic;
             "exponents": the argument of scores that is made of running gates;
-            "sum": a sum that `gather` reads.
+            "sum": a sum that `reduce_gate_grads` reads.
         wide: whether it is fp32 for all inputs; else it has their dtype.
     """
 

@@ -1,8 +1,8 @@
 """Stage 3b: the list of chunkwise kernels, with what each writes and reads.
 
 Before the walks: `prepare0`, `prepare1`, ... around the intrinsics. After them: `adjoint0`, ... around the gradients of
-intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and `gather`,
-which makes the gradients of one axis from sums that the parts leave.
+intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and
+`reduce_gate_grads`, which makes the gradients of one axis from sums that the parts leave.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _grad_levels(step: Step) -> dict[str, int]:
 def split_gradients(
     step: Step, outputs: Sequence[str], given: Iterable[str]
 ) -> tuple[Step, list[list[str]], list[str], list[str]]:
-    """(the step with sums as outputs, outputs of each part, outputs of `gather`, names of the sums)."""
+    """(the step with sums as outputs, outputs of each part, outputs of `reduce_gate_grads`, names of the sums)."""
     named = _named(step)
     large = [name for name in outputs if len(dims(named[name])) == 2]
     small = [name for name in outputs if name not in large]

@@ -38,9 +38,9 @@ _F32 = torch.float32
 class Tiling:
     """Chunks, segments and tiles of one call; `blocks` are padded sizes by name.
 
-    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
-    segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks.
-    `sure`: by estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
+    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `summarize_backward` and the scan
+    that joins segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks. `sure`: by
+    estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
     """
 
     chunk: int
@@ -102,7 +102,8 @@ class GeneratedPlan(ExactSegments):
 
     @property
     def _maxima(self) -> bool:
-        """Whether states are max(S + a, F). Then `collect` leaves what passes a segment backward, "@passed"."""
+        """Whether states are max(S + a, F). Then `summarize_backward` leaves what passes a segment backward,
+        "@passed"."""
         return self.code.program.transition == "max-plus"
 
     @property
@@ -250,31 +251,32 @@ class GeneratedPlan(ExactSegments):
         last = self.in_walk(after)
         states, dstates = ("@states", "@dstates") if self.scanned else (None, None)
         entering = self._walk(
-            "states", [states, initial, "@entering", self._table], named(states, initial), ("@entering",),
+            "chunk_states", [states, initial, "@entering", self._table], named(states, initial), ("@entering",),
             ENTERS=self.scanned, BOUNDARY=initial is not None,
         )  # fmt: skip
         middle: list[LaunchSpec] = []
         passed = ["@passed"] if self._maxima else []
         if self.scanned:
-            others = ["@dstates", after, *passed, *self._entering("collect"), self._table]
-            reads = named(after, *self._entering("collect"))
+            others = ["@dstates", after, *passed, *self._entering("summarize_backward"), self._table]
+            reads = named(after, *self._entering("summarize_backward"))
             middle = [
                 *self._around_parts("@dstates"),
-                *self._walk("collect", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
+                *self._walk("summarize_backward", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
                 self._propagate("@dstates", True),
             ]
         dinitial_of = "@dinitial" if dinitial else None
         back = self._walk(
-            "back", [dstates, last, dinitial_of, "@leaving", *self._entering("back"), self._table],
-            named(dstates, last, *self._entering("back")), named(dinitial_of, "@leaving"),
+            "output_backward",
+            [dstates, last, dinitial_of, "@leaving", *self._entering("output_backward"), self._table],
+            named(dstates, last, *self._entering("output_backward")), named(dinitial_of, "@leaving"),
             ENTERS=self.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         )  # fmt: skip
-        early = code.kernels["collect"].entering
+        early = code.kernels["summarize_backward"].entering
         launches = [*entering, *middle, *back] if early else [*middle, *entering, *back]
         of_chunk = ["@entering", "@leaving"]
         launches += self._stages(True, of_chunk)
         launches.append(self._chunkwise("grads", plan.part, of_chunk))
-        launches += [self._chunkwise("gather", plan.small, of_chunk)] if code.small else []
+        launches += [self._chunkwise("reduce_gate_grads", plan.small, of_chunk)] if code.small else []
         launches += self.grads()
         if self.n_chunks:
             return launches

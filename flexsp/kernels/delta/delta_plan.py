@@ -31,8 +31,8 @@ class DeltaPlan(ExactPlan):
     kernels: ClassVar[dict[str, Any]] = {
         kernel.__name__: kernel
         for kernel in (
-            prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.states, walks.collect,
-            walks.back, grads.grads, grads.gathered,
+            prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.chunk_states,
+            walks.summarize_backward, walks.output_backward, grads.grads, grads.reduce_gate_grads,
         )
     } | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
 
@@ -124,12 +124,13 @@ class DeltaPlan(ExactPlan):
         after, to = "@dfinal" if dfinal else None, "@dinitial" if dinitial else None
         launches: list[LaunchSpec] = []
         if self.scanned:
-            launches += [*self._collect(after), *self.exact_backward("collect", after)]
+            launches += [*self._summarize_backward(after), *self.exact_backward("summarize_backward", after)]
             launches += self._scan("@dstates", reverse=True)
         before, behind = self.in_walk("@initial" if self.initial else None), self.in_walk(after)
         for part in self.tiling.parts:
-            launches += [self._states(before, part), *self.exact_forward("states", before, part)]
-            launches += [self._back(behind, to, part), *self.exact_backward("back", behind, to, part)]
+            launches += [self._chunk_states(before, part), *self.exact_forward("chunk_states", before, part)]
+            launches.append(self._output_backward(behind, to, part))
+            launches += self.exact_backward("output_backward", behind, to, part)
             launches += self._grads(part)
         launches += self._summed()
         if self.n_chunks:
@@ -190,7 +191,7 @@ class DeltaPlan(ExactPlan):
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
         return [self._launch(
-            "summarize", self.tiling.tiles.states,
+            "summarize", self.tiling.tiles.chunk_states,
             [self.keys[1], self.strength, "@u", "@w", self.gates, self.bounds, "@states", given, "@A", self.alive],
             ("@states", "@A", *named(self.alive)),
             ["k"], BOUNDARY=given is not None, ALIVE=self.alive is not None,
@@ -205,9 +206,9 @@ class DeltaPlan(ExactPlan):
             ENTERS=self.tiling.scanned, BOUNDARY=given is not None, LEAVES=self.returns_final,
         )  # fmt: skip
 
-    def _states(self, given: str | None, part: Part) -> LaunchSpec:
+    def _chunk_states(self, given: str | None, part: Part) -> LaunchSpec:
         return self._launch(
-            "states", self.tiling.tiles.states,
+            "chunk_states", self.tiling.tiles.chunk_states,
             [
                 self.keys[1], self.strength, "@u", "@w", self.gates, "@errors", self.segment_states, given,
                 "@entering",
@@ -215,16 +216,16 @@ class DeltaPlan(ExactPlan):
             ("@errors", "@entering"), ["k"], ENTERS=self.tiling.scanned, BOUNDARY=given is not None,
         )  # fmt: skip
 
-    def _collect(self, after: str | None) -> list[LaunchSpec]:
+    def _summarize_backward(self, after: str | None) -> list[LaunchSpec]:
         return [self._launch(
-            "collect", self.tiling.tiles.back,
+            "summarize_backward", self.tiling.tiles.output_backward,
             [*self.keys, "do", self.strength, "@w", "@scores", self.gates, self.bounds, "@dstates", after],
             ("@dstates",), ["q", "k", "do"], BOUNDARY=after is not None,
         )]  # fmt: skip
 
-    def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
+    def _output_backward(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
         return self._launch(
-            "back", self.tiling.tiles.back,
+            "output_backward", self.tiling.tiles.output_backward,
             [
                 *self.keys, "do", self.strength, "@w", "@scores", self.gates, "@derrors", self.segment_gradients,
                 after, to, "@leaving",
@@ -249,7 +250,7 @@ class DeltaPlan(ExactPlan):
 
     def _summed(self) -> list[LaunchSpec]:
         """Sums of what all chunks left."""
-        return [self._gathered(), *self._sum_of_groups()]
+        return [self._reduce_gate_grads(), *self._sum_of_groups()]
 
     def _sum_of_groups(self) -> list[LaunchSpec]:
         """Gradients of q and k, of those of heads that share them."""
@@ -266,11 +267,11 @@ class DeltaPlan(ExactPlan):
             made, ("q", "k", rows // p.steps, tokens, rows, p.T, heads), constants, how.options,
         )]  # fmt: skip
 
-    def _gathered(self) -> LaunchSpec:
+    def _reduce_gate_grads(self) -> LaunchSpec:
         p, how = self.tiling, Launch(min(32, 1 << (self.tiling.H - 1).bit_length()), 4, 1)
         gate = None if self.gate is None else gradient_of(self.gate)
         made = [gradient_of(self.beta), gate]
         return self.kernel_launch(
-            "gathered", how, (p.n_chunks, -(-p.H // how.cols), p.B), [self.gate, "@parts", *made], named(*made),
-            [self.gate], TILES=self._tiles_of_keys, HEADS=how.cols,
+            "reduce_gate_grads", how, (p.n_chunks, -(-p.H // how.cols), p.B), [self.gate, "@parts", *made],
+            named(*made), [self.gate], TILES=self._tiles_of_keys, HEADS=how.cols,
         )  # fmt: skip

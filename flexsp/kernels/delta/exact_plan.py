@@ -49,23 +49,24 @@ class ExactPlan(BasePlan):
         """As the walk of this kind: "summarize", "output" or "states"."""
         p, sums, reads = self.tiling, kind == "summarize", kind == "output"
         alive = self.alive if sums else None
-        made: list[str | None] = ["o" if reads else None, "@entering" if kind == "states" else None]
+        made: list[str | None] = ["o" if reads else None, "@entering" if kind == "chunk_states" else None]
         made += [self.segment_states, "@A" if sums else None, alive]
         writes = {
-            "summarize": ("@states", "@A", *named(alive)), "output": ("o", *named(final)), "states": ("@entering",)
+            "summarize": ("@states", "@A", *named(alive)), "output": ("o", *named(final)),
+            "chunk_states": ("@entering",),
         }  # fmt: skip
         panels = -(-p.V // _COLS) + (-(-p.K // _COLS) if sums else 0)
         return self._exact_walk(
             exact.exact_forward, ["q", "k", "v", self.beta, self.gate], [*made, given, final], writes[kind], panels,
-            part, READS=reads, KEEPS=kind == "states", SUMS=sums, ALIVE=alive is not None,
+            part, READS=reads, KEEPS=kind == "chunk_states", SUMS=sums, ALIVE=alive is not None,
             ENTERS=p.scanned and not sums, BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip
 
     def exact_backward(
         self, kind: str, after: str | None, to: str | None = None, part: Part | None = None
     ) -> list[LaunchSpec]:
-        """As the walk of this kind: "collect" or "back"."""
-        p, sums = self.tiling, kind == "collect"
+        """As the walk of this kind: "summarize_backward" or "output_backward"."""
+        p, sums = self.tiling, kind == "summarize_backward"
         pointers = [None if sums else "@leaving", self.segment_gradients, after, to]
         writes = ("@dstates",) if sums else ("@leaving", *named(to))
         return self._exact_walk(

@@ -100,7 +100,7 @@ def grads(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
-def gathered(
+def reduce_gate_grads(
     g, parts, dbeta, dg, table, g_sb, g_st, g_sh, T, H, n_chunks,
     TILES: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     STEPS: tl.constexpr, PDL: tl.constexpr,

@@ -73,10 +73,10 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
             self._reach("@from_end", True), self._forward("summarize", writes, "@states", given, None, "@from_end")
         ]  # fmt: skip
 
-    def _collect(self, after: str | None) -> list[LaunchSpec]:
+    def _summarize_backward(self, after: str | None) -> list[LaunchSpec]:
         return [
             self._reach("@from_start", False),
-            self._backward("collect", ("@dstates",), "@dstates", after, None, "@from_start"),
+            self._backward("summarize_backward", ("@dstates",), "@dstates", after, None, "@from_start"),
         ]
 
     def _grads(self, part: Part) -> list[LaunchSpec]:

@@ -30,9 +30,9 @@ class HopperPlan(DeltaPlan):
     walk_keys: list[str | None]
 
     kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
-        "summarize": hopper_walks.forward, "output": hopper_walks.forward, "states": hopper_walks.forward,
-        "collect": hopper_walks.backward, "back": hopper_walks.backward, "grads": hopper_grads.grads,
-        "prepare": hopper_prepare.prepare, "horizons": horizons,
+        "summarize": hopper_walks.forward, "output": hopper_walks.forward, "chunk_states": hopper_walks.forward,
+        "summarize_backward": hopper_walks.backward, "output_backward": hopper_walks.backward,
+        "grads": hopper_grads.grads, "prepare": hopper_prepare.prepare, "horizons": horizons,
     }  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -87,8 +87,8 @@ class HopperPlan(DeltaPlan):
         pointers += [*([self.alive, walked] if sums else [None, None]), given, final]
         return self._walk(
             kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), part, READS=reads,
-            KEEPS=kind == "states", SUMS=sums, ALIVE=sums and self.alive is not None, ENTERS=p.scanned and not sums,
-            BOUNDARY=given is not None, LEAVES=final is not None,
+            KEEPS=kind == "chunk_states", SUMS=sums, ALIVE=sums and self.alive is not None,
+            ENTERS=p.scanned and not sums, BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
@@ -98,14 +98,14 @@ class HopperPlan(DeltaPlan):
         final = "@final" if self.returns_final else None
         return self._forward("output", ("o", *named(final)), self.segment_states, given, final)
 
-    def _states(self, given: str | None, part: Part) -> LaunchSpec:
-        return self._forward("states", ("@errors", "@entering"), self.segment_states, given, None, part=part)
+    def _chunk_states(self, given: str | None, part: Part) -> LaunchSpec:
+        return self._forward("chunk_states", ("@errors", "@entering"), self.segment_states, given, None, part=part)
 
     def _backward(
         self, kind: str, writes: tuple[str, ...], dstates: str | None, after: str | None, to: str | None,
         walked: str | None = None, part: Part | None = None,
     ) -> LaunchSpec:  # fmt: skip
-        p, sums = self.tiling, kind == "collect"
+        p, sums = self.tiling, kind == "summarize_backward"
         pointers = [*self.walk_keys, "do", self.decays or "@strength", "@inverse", "@scores"]
         pointers += [None, None] if sums else ["d_v", "@leaving"]
         pointers += [dstates, walked, after, to]
@@ -114,12 +114,12 @@ class HopperPlan(DeltaPlan):
             BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
-    def _collect(self, after: str | None) -> list[LaunchSpec]:
-        return [self._backward("collect", ("@dstates",), "@dstates", after, None, self.walked)]
+    def _summarize_backward(self, after: str | None) -> list[LaunchSpec]:
+        return [self._backward("summarize_backward", ("@dstates",), "@dstates", after, None, self.walked)]
 
-    def _back(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
+    def _output_backward(self, after: str | None, to: str | None, part: Part) -> LaunchSpec:
         writes = "d_v", "@leaving", *named(to)
-        return self._backward("back", writes, self.segment_gradients, after, to, part=part)
+        return self._backward("output_backward", writes, self.segment_gradients, after, to, part=part)
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "@parts"]

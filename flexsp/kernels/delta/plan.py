@@ -33,8 +33,8 @@ class Tiles:
     prepare: Launch
     values: Launch
     output: Launch
-    states: Launch
-    back: Launch
+    chunk_states: Launch
+    output_backward: Launch
     grads: Launch
     values_of_grads: int
     channel_scores: Launch

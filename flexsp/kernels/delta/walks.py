@@ -342,7 +342,7 @@ def output(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def states(
+def chunk_states(
     k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -401,7 +401,7 @@ def _before(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def collect(
+def summarize_backward(
     q, k, do, strengths, w, scores, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
@@ -451,7 +451,7 @@ def collect(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def back(
+def output_backward(
     q, k, do, strengths, w, scores, gates, derrors, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh,
     k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,

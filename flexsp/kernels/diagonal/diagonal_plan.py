@@ -131,7 +131,7 @@ class DiagonalPlan(SegmentedPlan):
         gates = [] if self.gate is None else [self._gate_sums(self.gate)]
         return [*gates, self._summarize("k", "v", "@states", initial, reverse=False, zero=zero)]
 
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [self._summarize("q", "do", "@dstates", last, reverse=True, zero=zero)]
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:

@@ -137,7 +137,8 @@ class SelectivePlan(SegmentedPlan):
     kernels: ClassVar[dict[str, Any]] = {
         kernel.__name__: kernel
         for kernel in (
-            walks.summarize_kernel, walks.output_kernel, walks.collect_kernel, walks.chunks_kernel, grads.grads_kernel
+            walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,
+            grads.grads_kernel,
         )
     }  # fmt: skip
 
@@ -202,11 +203,11 @@ class SelectivePlan(SegmentedPlan):
             GATE=self.form.gate,
         )]  # fmt: skip
 
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [
             step("padded", _padded, ("B", "C"), ("@wide_B", "@wide_C")),
             self._walk(
-                "collect_kernel", ["delta", "A", "@wide_C", self._z, self._bias, "do", "@dstates", last],
+                "summarize_backward_kernel", ["delta", "A", "@wide_C", self._z, self._bias, "do", "@dstates", last],
                 ["@dstates"], ["delta", self._z or "u", "do"], FINAL=last is not None, ZERO=zero, GATE=self.form.gate,
             ),
         ]  # fmt: skip
@@ -220,8 +221,8 @@ class SelectivePlan(SegmentedPlan):
         made = ["d_u", "d_delta", "d_A", "@parts", dskip, "d_z" if form.gate else None, dbias]
         return [
             self._walk(
-                "chunks_kernel", ["u", "delta", "A", "@wide_B", self._bias, "@states", first, "@chunks"], ["@chunks"],
-                ["u", "delta"], ZOH=form.zoh, INITIAL=first is not None,
+                "chunk_states_kernel", ["u", "delta", "A", "@wide_B", self._bias, "@states", first, "@chunks"],
+                ["@chunks"], ["u", "delta"], ZOH=form.zoh, INITIAL=first is not None,
             ),
             self._walk(
                 "grads_kernel",

@@ -95,7 +95,7 @@ class VectorPlan(SegmentedPlan):
     filler: ClassVar[str] = "g"
     kernels: ClassVar[dict[str, Any]] = {
         kernel.__name__: kernel
-        for kernel in (walks.summarize_kernel, walks.output_kernel, walks.collect_kernel, walks.grads_kernel)
+        for kernel in (walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.grads_kernel)
     }
 
     def settled(self) -> dict[str, Any]:
@@ -134,10 +134,10 @@ class VectorPlan(SegmentedPlan):
             ["x", "g"], INITIAL=initial is not None, FINAL=final is not None,
         )]  # fmt: skip
 
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [self._walk(
-            "collect_kernel", ["g", "do", "@dstates", last], ["@dstates"], ["g", "do"], FINAL=last is not None,
-            ZERO=zero,
+            "summarize_backward_kernel", ["g", "do", "@dstates", last], ["@dstates"], ["g", "do"],
+            FINAL=last is not None, ZERO=zero,
         )]  # fmt: skip
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:

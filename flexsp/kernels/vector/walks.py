@@ -116,7 +116,7 @@ def output_kernel(
 
 
 @triton.jit
-def collect_kernel(
+def summarize_backward_kernel(
     g, do, dstates, dfinal, table,
     g_sb, g_st, g_sh, o_sb, o_st, o_sh, T, n_seg, n_chunks, per_seg,
     D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,

@@ -61,7 +61,7 @@ KERNELS = [
          "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
     ),
     *_in(
-        "flexsp/kernels/delta/prepare.py",
+        "flexsp/kernels/delta/wy_transform.py",
         ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
         ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),
         ("found = unit_inverse(x, C)\n    if", "found = unit_inverse(0.95 * x, C)\n    if", "keys that are alike are less so",
@@ -152,7 +152,7 @@ KERNELS = [
          "tests/test_propagate.py::test_one_rank_with_a_dense_transition"),
     ),
     *_in(
-        "flexsp/kernels/delta/join.py",
+        "flexsp/kernels/delta/scan_segments.py",
         ("n0 = n_seg if REVERSE else 0", "n0 = 0", "gradients enter at the wrong end", _DELTA_SLOW),
         ("if lives & (of_state | passes):", "if not lives & (of_state | passes):",
          "matrices that are nothing are used, others not", _DELTA_SLOW),
@@ -400,7 +400,7 @@ KERNELS = [
          "copies of what is read later may be under way", _CHANNELS_IN_GLUON),
     ),
     *_in(
-        "flexsp/kernels/delta/hopper_reach.py",
+        "flexsp/kernels/delta/hopper_horizon.py",
         ("        arrived(0)\n        c = c0", "        arrived(1)\n        c = c0",
          "a chunk that is multiplied may be under way", _CHANNELS_IN_GLUON),
     ),
@@ -423,7 +423,7 @@ KERNELS = [
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
     ),
     *_in(
-        "flexsp/kernels/delta/join.py",
+        "flexsp/kernels/delta/scan_segments.py",
         ("    begin(PDL)\n", "", "a kernel reads before the one before is done",
          "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
     ),

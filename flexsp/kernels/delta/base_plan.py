@@ -25,7 +25,7 @@ class _Buffers(LaunchPlan):
         half: the dtype that operands of chunks' products are kept in.
         gated: what decays a state, as `walks` knows it.
         alive: which segments' matrices count: not where states decay to nothing, or a document begins.
-        gates, bounds, gain: what `prepare` leaves of chunks.
+        gates, bounds, gain: what `wy_inverse` leaves of chunks.
         keys, strength: queries and keys of walks, and what they multiply keys by.
         small_gates: which chunks kernels for gates that add up to little have done.
         to_keys: gradients of q and k, of each head.

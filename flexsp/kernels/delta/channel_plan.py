@@ -32,7 +32,7 @@ class ChannelPlan(DeltaPlan):
     kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
         kernel.__name__: kernel
         for kernel in (
-            channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_values,
+            channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_wy_transform,
             channels.channel_parts, channels.channel_grads,
         )
     }  # fmt: skip
@@ -70,7 +70,7 @@ class ChannelPlan(DeltaPlan):
     def gates_shape(self) -> tuple[int, ...]:
         return self.B, self.T, self.H, self.tiling.K
 
-    def _prepared(self) -> list[LaunchSpec]:
+    def _before_states(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
         p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
         made, grid = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"], (p.n_chunks, p.B * p.H, 1)
@@ -80,18 +80,19 @@ class ChannelPlan(DeltaPlan):
             GROWTH=self.growth is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
-            "channel_inverse", t.prepare, grid, ("@inverse", self.gain or "@inverse"), ("@inverse",),
+            "channel_inverse", t.wy_inverse, grid, ("@inverse", self.gain or "@inverse"), ("@inverse",),
             ("@inverse", *named(self.gain)), constants={"C": t.chunk, "GAIN": self.gain is not None},
-            options=t.prepare.options,
+            options=t.wy_inverse.options,
         )  # fmt: skip
-        values = self.kernel_launch(
-            "channel_values", t.values, grid, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v"], in_place=["@w"]
-        )
+        transformed = self.kernel_launch(
+            "channel_wy_transform", t.wy_transform, grid, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v"],
+            in_place=["@w"],
+        )  # fmt: skip
         blocks = LaunchSpec(
             "channel_blocks", Launch(0, 4, 1), (channels.matrices(t.chunk), 1, 1), ("@blocks",), (), ("@blocks",),
             constants={"C": t.chunk}, options=Launch(0, 4, 1).options,
         )  # fmt: skip
-        return [blocks, scores, inverse, values]
+        return [blocks, scores, inverse, transformed]
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Of all chunks: plans with a gate a channel have one part."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import load_numbers, store_gain, sum_over, unit_inverse
+from flexsp.kernels.delta.wy_transform import load_numbers, store_gain, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -216,7 +216,7 @@ def channel_scores(
 
 @triton.jit
 def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr):
-    """Inverses of I + G in place of G [B H, chunks, C, C]; GAIN: and gain, as in `prepare`."""
+    """Inverses of I + G in place of G [B H, chunks, C, C]; GAIN: and gain, as in `wy_inverse`."""
     begin(PDL)
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
@@ -229,7 +229,7 @@ def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def channel_values(
+def channel_wy_transform(
     v, inverse, u, w, table, v_sb, v_st, v_sh, T, H, K: tl.constexpr, V: tl.constexpr, COLS: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

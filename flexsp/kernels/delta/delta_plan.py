@@ -1,4 +1,5 @@
-"""The launches of one call of the delta engine: prepare -> (summarize -> scan) -> output, and the same backward."""
+"""The launches of one call of the delta engine: wy_inverse, wy_transform -> (summarize -> scan) -> output, and the same
+backward."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexsp.kernels.delta import grads, join, prepare, walks
+from flexsp.kernels.delta import grads, scan_segments, walks, wy_transform
 from flexsp.kernels.delta.exact_plan import ExactPlan, choose
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
@@ -31,8 +32,9 @@ class DeltaPlan(ExactPlan):
     kernels: ClassVar[dict[str, Any]] = {
         kernel.__name__: kernel
         for kernel in (
-            prepare.prepare, prepare.values, walks.summarize, join.join, walks.output, walks.chunk_states,
-            walks.summarize_backward, walks.output_backward, grads.grads, grads.reduce_gate_grads,
+            wy_transform.wy_inverse, wy_transform.wy_transform, walks.summarize, scan_segments.scan_segments,
+            walks.output, walks.chunk_states, walks.summarize_backward, walks.output_backward, grads.grads,
+            grads.reduce_gate_grads,
         )
     } | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
 
@@ -110,7 +112,7 @@ class DeltaPlan(ExactPlan):
     def forward(self) -> list[LaunchSpec]:
         given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
         chosen = [choose(self, self.small_gates)] if self.rounds else []
-        launches = [*self._prepared(), *chosen]
+        launches = [*self._before_states(), *chosen]
         if self.scanned:
             launches += [*self._summarize(given), *self.exact_forward("summarize", given)]
             launches += self._scan("@states", reverse=False)
@@ -143,11 +145,14 @@ class DeltaPlan(ExactPlan):
         if p.n_seg == 1:
             return [scan(states, "@A", None, reverse=reverse)]
         if not p.ranks:
-            return [self._join(states, states, p.n_seg + 1, None, reverse)]
-        whole = self._join(states, edges, 2, "@total", reverse, WHOLE=True)
-        return [whole, scan(edges, "@total", None, reverse=reverse), self._join(states, edges, 2, None, reverse)]
+            return [self._scan_segments(states, states, p.n_seg + 1, None, reverse)]
+        return [
+            self._scan_segments(states, edges, 2, "@total", reverse, WHOLE=True),
+            scan(edges, "@total", None, reverse=reverse),
+            self._scan_segments(states, edges, 2, None, reverse),
+        ]
 
-    def _join(
+    def _scan_segments(
         self, states: str, edges: str, slots: int, total: str | None, reverse: bool, WHOLE: bool = False
     ) -> LaunchSpec:
         p, how = self.tiling, Launch(min(32, self.tiling.tiles.output.cols), 4 if self.tiling.K <= 128 else 8, 1)
@@ -158,26 +163,26 @@ class DeltaPlan(ExactPlan):
         constants = {"K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols}
         constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.alive is not None}
         return LaunchSpec(
-            "join", how, (panels, p.B * p.H, 1), tuple(x or states for x in pointers), reads, writes,
+            "scan_segments", how, (panels, p.B * p.H, 1), tuple(x or states for x in pointers), reads, writes,
             (p.H, p.n_seg, slots), constants, how.options,
         )  # fmt: skip
 
-    def _prepare(self) -> LaunchSpec:
+    def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["k", self.beta, self.gate]
         made = ["@inverse", "@strength", self.gates, self.bounds, self.gain]
         return self.kernel_launch(
-            "prepare", p.tiles.prepare, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            "wy_inverse", p.tiles.wy_inverse, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
             BOUNDS=self.bounds is not None, GAIN=self.gain is not None,
         )  # fmt: skip
 
-    def _prepared(self) -> list[LaunchSpec]:
+    def _before_states(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
         p, names, made = self.tiling, ["q", "k", "v"], ["@u", "@w", "@scores"]
-        values = self.kernel_launch(
-            "values", p.tiles.values, (p.n_chunks, p.B * p.H, 1),
+        transformed = self.kernel_launch(
+            "wy_transform", p.tiles.wy_transform, (p.n_chunks, p.B * p.H, 1),
             [*names, "@inverse", "@strength", self.gates, *made], made, names,
         )  # fmt: skip
-        return [self._prepare(), values]
+        return [self._wy_inverse(), transformed]
 
     def _launch(
         self, kind: str, how: Launch, pointers: Sequence[str | None], writes: Sequence[str], inputs: Sequence[str],

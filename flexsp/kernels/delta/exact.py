@@ -2,7 +2,7 @@
 
 A chunk's inverse (I + G)^-1 makes rounding larger: an error of a token reaches those after it, weighted by its entries.
 Where keys repeat and beta is near 2, a token reflects the state, no error ever decays, and all of an inverse's entries
-are near 2. So `prepare` leaves the sum of squares of the entries below the diagonal, of every chunk, and segments in
+are near 2. So `wy_inverse` leaves the sum of squares of the entries below the diagonal, of every chunk, and segments in
 which one is beyond `LIMIT` are done again here, over what other kernels left (docs/math.md, section 7, "Keys that are
 alike"). A program returns at once where its segment is not one of these.
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import sum_over
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR, begins
+from flexsp.kernels.delta.wy_transform import sum_over
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, store_state
 from flexsp.runtime.launch import begin
 

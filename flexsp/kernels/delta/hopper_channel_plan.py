@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexsp.kernels.delta import hopper_channels, hopper_prepare, hopper_reach
+from flexsp.kernels.delta import hopper_channels, hopper_horizon, hopper_wy_transform
 from flexsp.kernels.delta.channel_plan import ChannelPlan
 from flexsp.kernels.delta.hopper_plan import WARP, HopperPlan
 from flexsp.kernels.delta.plan import Part
@@ -19,7 +19,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelPlan"]
 
-_SCORES, _GRADS, _REACH = Launch(64, 4, 1, 168), Launch(64, 4, 1), Launch(64, 4, 1)
+_SCORES, _GRADS, _HORIZON = Launch(64, 4, 1, 168), Launch(64, 4, 1), Launch(64, 4, 1)
 
 
 class HopperChannelPlan(HopperPlan, ChannelPlan):
@@ -27,7 +27,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     kernels: ClassVar[dict[str, Any]] = ChannelPlan.kernels | HopperPlan.kernels | {
         "small_gate_scores": hopper_channels.channel_scores, "small_gate_grads": hopper_channels.channel_grads,
-        "inverse": hopper_prepare.inverse, "reach": hopper_reach.reach,
+        "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -48,34 +48,36 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
             Buffer("@from_start", Role.SCRATCH, torch.int32, segments),
         ]
 
-    def _prepared(self) -> list[LaunchSpec]:
+    def _before_states(self) -> list[LaunchSpec]:
         p, names = self.tiling, self.gated_inputs
         made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@small_gates", self.growth]
         small = self.kernel_launch(
             "small_gate_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
             GROWTH=self.growth is not None,
         )  # fmt: skip
-        blocks, scores, inverse, values = ChannelPlan._prepared(self)
+        blocks, scores, inverse, _ = ChannelPlan._before_states(self)
         inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
         return [small, blocks, scores, inverse]
 
-    def _reach(self, found: str, reverse: bool) -> LaunchSpec:
+    def _segment_horizon(self, found: str, reverse: bool) -> LaunchSpec:
         p, reads = self.tiling, ("@w", "@writes", "@inverse", "@decay", "@growth")
         constants = {"K": p.K, "C": p.chunk, "REVERSE": reverse, "PACKED": p.n_docs > 0}
         return LaunchSpec(
-            "reach", _REACH, (p.K // 64, p.B * p.H, p.n_seg), (*reads, found, "@table" if p.n_docs else "@w"), reads,
-            (found,), (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, _REACH.options,
+            "segment_horizon", _HORIZON, (p.K // 64, p.B * p.H, p.n_seg),
+            (*reads, found, "@table" if p.n_docs else "@w"), reads, (found,),
+            (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, _HORIZON.options,
         )  # fmt: skip
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
         writes = "@states", "@A", "@alive"
         return [
-            self._reach("@from_end", True), self._forward("summarize", writes, "@states", given, None, "@from_end")
-        ]  # fmt: skip
+            self._segment_horizon("@from_end", True),
+            self._forward("summarize", writes, "@states", given, None, "@from_end"),
+        ]
 
     def _summarize_backward(self, after: str | None) -> list[LaunchSpec]:
         return [
-            self._reach("@from_start", False),
+            self._segment_horizon("@from_start", False),
             self._backward("summarize_backward", ("@dstates",), "@dstates", after, None, "@from_start"),
         ]
 

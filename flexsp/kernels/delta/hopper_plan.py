@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from flexsp.kernels.delta import hopper_grads, hopper_prepare, hopper_walks
+from flexsp.kernels.delta import hopper_grads, hopper_walks, hopper_wy_transform
 from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.delta.walks import horizons
@@ -12,7 +12,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["WARP", "HopperPlan"]
 
-_WARPS, _PREPARE = Launch(64, 4, 1), Launch(0, 1, 1, registers=192)
+_WARPS, _WY_INVERSE = Launch(64, 4, 1), Launch(0, 1, 1, registers=192)
 WARP = Launch(0, 1, 1, registers=168)
 
 
@@ -32,7 +32,7 @@ class HopperPlan(DeltaPlan):
     kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
         "summarize": hopper_walks.forward, "output": hopper_walks.forward, "chunk_states": hopper_walks.forward,
         "summarize_backward": hopper_walks.backward, "output_backward": hopper_walks.backward,
-        "grads": hopper_grads.grads, "prepare": hopper_prepare.prepare, "horizons": horizons,
+        "grads": hopper_grads.grads, "wy_inverse": hopper_wy_transform.wy_inverse, "horizons": horizons,
     }  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -42,8 +42,8 @@ class HopperPlan(DeltaPlan):
             "decays": None if self.gate is None else "@decays", "walk_keys": ["q", "k", None],
         }  # fmt: skip
 
-    def _prepared(self) -> list[LaunchSpec]:
-        p, launches = self.tiling, [self._prepare()]
+    def _before_states(self) -> list[LaunchSpec]:
+        p, launches = self.tiling, [self._wy_inverse()]
         if self.walked is None:
             return launches
         horizons_of = self.kernel_launch(
@@ -52,12 +52,12 @@ class HopperPlan(DeltaPlan):
         )  # fmt: skip
         return [*launches, horizons_of]
 
-    def _prepare(self) -> LaunchSpec:
+    def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["q", "k", self.beta, self.gate]
         made = ["@inverse", "@strength", self.gates, self.bounds, self.gain, self.decays, "@scores"]
         return self.kernel_launch(
-            "prepare", _PREPARE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names, reads=named(*names),
-            BOUNDS=self.bounds is not None,
+            "wy_inverse", _WY_INVERSE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            reads=named(*names), BOUNDS=self.bounds is not None,
         )  # fmt: skip
 
     def _walk(

@@ -4,7 +4,7 @@ The state is S^T [64, K] in the registers of four warps, as a left operand of pr
 
     N^T = (V^T - e^b S^T K^T) M^-T,   S'^T = e^{b_C} S^T + (beta e^{b_C - b} N^T) K,
 
-with M^-1 of `prepare`; U and W are never made. Backward,
+with M^-1 of `wy_inverse`; U and W are never made. Backward,
 
     Y^T = (beta e^{b_C - b} dS'^T K^T + dO^T P) M^-1,
     dS^T = e^{b_C} dS'^T + (scale e^b dO^T) Q - (e^b Y^T) K,
@@ -118,7 +118,7 @@ def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GAT
 
 @gluon.jit
 def _reached(walked, row, seg, n_seg, K: gl.constexpr):
-    """The most that `reach` found for all channels."""
+    """The most that `segment_horizon` found for all channels."""
     found = gl.load(walked + row * n_seg + seg)
     for panel in gl.static_range(1, K // 64):
         found = gl.maximum(found, gl.load(walked + (panel * gl.num_programs(1) + row) * n_seg + seg))
@@ -138,11 +138,11 @@ def forward(
     READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, held, V, K] and its N^T
     [.., V, C], of the segments behind those `before`: the others are another launch's. SUMS: writes what the segment
     leaves of a state of zeros into the slot behind it; where states decay, of its last `walked` chunks alone; with a
-    gate a channel `walked` is what `hopper_reach` found, and alive [B, n_seg, H] is written: whether A is anything.
+    gate a channel `walked` is what `hopper_horizon` found, and alive [B, n_seg, H] is written: whether A is anything.
     ALIVE: with another gate, or none, alive is given. Programs beyond the columns of V walk the unit matrix, with
     values of zeros; what it becomes is the segment's matrix A [B, n_seg, H, K, K].
 
-    decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
+    decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `wy_inverse` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
 
     DEEP: copies go two chunks ahead, for programs that have a multiprocessor to themselves.

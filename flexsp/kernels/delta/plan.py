@@ -30,8 +30,8 @@ class Tiles:
     """
 
     chunk: int
-    prepare: Launch
-    values: Launch
+    wy_inverse: Launch
+    wy_transform: Launch
     output: Launch
     chunk_states: Launch
     output_backward: Launch
@@ -171,7 +171,7 @@ def plan_of(
     """The plan of calls of B sequences of T keys and H heads; `n_docs` packed documents, 0 if not packed.
 
     gates: that a token has, 0 if states do not decay. Long heads whose states decay are cut into segments: most of
-    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_reach`, in Gluon alone). So are, over
+    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_horizon`, in Gluon alone). So are, over
     ranks, those whose states do not: a rank has to make matrices anyway. Of others, columns of the state are spread
     over more programs instead, where heads are few.
 

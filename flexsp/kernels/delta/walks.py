@@ -1,8 +1,8 @@
 """Walks of the delta engine over the chunks of a segment, with the state in registers.
 
 A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = U - W S: U, W, beta, the scores of
-queries and the cumulative gates b come from `prepare` and `values`. Where each channel has a gate, keys and queries
-come from `channel_scores`, decayed and with strength and scale in them. A state of 64 columns or more is held
+queries and the cumulative gates b come from `wy_inverse` and `wy_transform`. Where each channel has a gate, keys and
+queries come from `channel_scores`, decayed and with strength and scale in them. A state of 64 columns or more is held
 transposed, [BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at
 least. All that has the state's columns is held likewise.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import mm_of_keys
 from flexsp.kernels.delta.tokens import load_tokens, store_tokens, store_turned_tokens
+from flexsp.kernels.delta.wy_transform import mm_of_keys
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_state
 from flexsp.runtime.launch import begin
 

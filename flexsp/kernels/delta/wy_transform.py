@@ -126,7 +126,7 @@ def store_gain(gain, at, found, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def prepare(
+def wy_inverse(
     k, beta, g, inverse, strength, gates, bounds, gain, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     BOUNDS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
@@ -178,13 +178,13 @@ def prepare(
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def values(
+def wy_transform(
     q, k, v, inverse, strength, gates, u, w, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
     scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`; and scores
+    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `wy_inverse`; and scores
     scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
     """
     begin(PDL)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from flexsp.kernels.delta.hopper import begin, chunk_at, of_gates, of_outputs, power
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
-__all__ = ["inverse", "prepare"]
+__all__ = ["inverse", "wy_inverse"]
 
 _TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 _MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
@@ -179,7 +179,7 @@ def _store(to, tile, C: gl.constexpr):
 @gluon.jit
 def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexpr):
     """Inverses of I + G in place of G [B H, chunks, C, C], which is zero on and above the diagonal; GAIN: and gain
-    [B H, chunks], as `prepare.store_gain` has it."""
+    [B H, chunks], as `wy_transform.store_gain` has it."""
     begin(PDL)
     at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inverse += at * C * C
@@ -254,7 +254,7 @@ def _parts(numbers, layout: gl.constexpr):
 
 @gluon.jit
 def _bounds(to, half, x, strength, gate, own):
-    """Stores the two bounds, see `flexsp.kernels.delta.prepare.prepare`; own: room for numbers of tokens."""
+    """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: room for numbers of tokens."""
     i = gl.arange(0, 16, _ROWS)[:, None]
     j = gl.arange(0, 16, _COLUMNS)[None, :]
     for n in gl.static_range(4):
@@ -314,13 +314,13 @@ def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
-def prepare(
+def wy_inverse(
     q, k, beta, g, inverse, strength, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
     BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens; with
-    gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
+    """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 or 128 channels and chunks of 64
+    tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
     """

@@ -26,7 +26,7 @@ def _through(A, place, rows, cols, width, K: tl.constexpr, BK: tl.constexpr, BV:
 
 
 @triton.jit(do_not_specialize=["H", "n_seg", "edge_slots"])
-def join(
+def scan_segments(
     states, A, alive, edges, total, H, n_seg, edge_slots,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, WHOLE: tl.constexpr,
     GATED: tl.constexpr, PDL: tl.constexpr,

@@ -24,9 +24,9 @@ class _Buffers(LaunchPlan):
         rounds: the call's chunks multiply rounded inverses: in other dtypes products are of fp32.
         half: the dtype that operands of chunks' products are kept in.
         gated: what decays a state, as `walks` knows it.
-        alive: which segments' matrices count: not where states decay to nothing, or a document begins.
+        transition_nonzero: which segments' matrices count: not where states decay to nothing, or a document begins.
         gates, bounds, gain: what `wy_inverse` leaves of chunks.
-        keys, strength: queries and keys of walks, and what they multiply keys by.
+        keys, chunk_beta: queries and keys of walks, and what they multiply keys by.
         small_gates: which chunks kernels for gates that add up to little have done.
         to_keys: gradients of q and k, of each head.
         segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
@@ -36,12 +36,12 @@ class _Buffers(LaunchPlan):
     rounds: bool
     half: torch.dtype
     gated: int
-    alive: str | None
+    transition_nonzero: str | None
     gates: str | None
     bounds: str | None
     gain: str | None
     keys: list[str]
-    strength: str | None
+    chunk_beta: str | None
     small_gates: str | None
     to_keys: list[str]
     segment_states: str | None
@@ -76,9 +76,9 @@ class BasePlan(_Buffers):
             "sparse": self.n_docs > 0, "scanned": scanned, "aligned_gradient": self.tiling.tiles.copies,
             "rounds": rounds, "half": self.dtype if rounds else torch.float32,
             "gated": int((walks.SCALAR if decays else walks.NONE).value),
-            "alive": "@alive" if decays or (self.tiling.n_docs and scanned) else None,
+            "transition_nonzero": "@transition_nonzero" if decays or (self.tiling.n_docs and scanned) else None,
             "gates": "@gates" if decays else None, "bounds": "@bounds" if decays and scanned else None,
-            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "strength": "@strength", "small_gates": None,
+            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "chunk_beta": "@chunk_beta", "small_gates": None,
             "to_keys": ["d_q", "d_k"] if self.tiling.group == 1 else ["@dq", "@dk"],
             "segment_states": "@states" if scanned else None, "segment_gradients": "@dstates" if scanned else None,
         }  # fmt: skip

@@ -20,7 +20,7 @@ _F32 = torch.float32
 class ChannelPlan(DeltaPlan):
     """As `DeltaPlan`. ``@reads``, ``@writes`` and ``@decay`` of chunks are there for queries, keys and gates in walks.
 
-    ``@parts``, ``@dwrites`` and ``@dpairs`` lie in place of the states and errors that they are made of where these are
+    ``@parts``, ``@dwrites`` and ``@dpairs`` lie in place of the states and v_new that they are made of where these are
     large enough. Elsewhere ``@parts`` are in fp32: rounded to bf16 they would make half of the error of dg.
 
     Attributes:
@@ -44,8 +44,8 @@ class ChannelPlan(DeltaPlan):
     def settled(self) -> dict[str, Any]:
         found = super().settled()
         return found | {
-            "gated": int(walks.CHANNEL.value), "alive": None, "gates": "@decay", "bounds": None,
-            "keys": ["@reads", "@writes"], "strength": None, "skipped": "@exact" if found["rounds"] else None,
+            "gated": int(walks.CHANNEL.value), "transition_nonzero": None, "gates": "@decay", "bounds": None,
+            "keys": ["@reads", "@writes"], "chunk_beta": None, "skipped": "@exact" if found["rounds"] else None,
             "growth": None, "gated_inputs": ["q", "k", str(self.gate), self.beta],
         }  # fmt: skip
 
@@ -97,7 +97,7 @@ class ChannelPlan(DeltaPlan):
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Of all chunks: plans with a gate a channel have one part."""
         p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
-        around = ["@entering", "@leaving", "@errors"]
+        around = ["@entering", "@leaving", "@v_new"]
         width = t.channel_width
         in_place, large_only = width >= p.V >= 2 * t.chunk, self.small_gates is not None
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
@@ -105,7 +105,7 @@ class ChannelPlan(DeltaPlan):
         parts = self.kernel_launch(
             "channel_parts", t.channel_parts, (p.n_chunks, p.B * p.H, 1),
             [
-                "do", "@inverse", "@errors", None if large_only else "@derrors", *around[:2], self.skipped, "d_v",
+                "do", "@inverse", "@v_new", None if large_only else "@dv_new", *around[:2], self.skipped, "d_v",
                 "@kept", *left,
             ],
             [*([] if large_only else ["d_v"]), "@kept", *left], ["do"], in_place=around, BV=width, ROWS=rows,

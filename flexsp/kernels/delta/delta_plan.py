@@ -57,12 +57,12 @@ class DeltaPlan(ExactPlan):
         saved: dict[str, Layout] = {
             "@states": (_F32, of_segments),
             "@A": (_F32, (p.B, p.n_seg, p.H, p.K, p.K)),
-            "@alive": (torch.int32, (p.B, p.n_seg, p.H)),
+            "@transition_nonzero": (torch.int32, (p.B, p.n_seg, p.H)),
             "@total": (_F32, (p.B, 1, p.H, p.K, p.K)),
             "@gates": (_F32 if half == torch.bfloat16 else torch.float64, (*chunks, C)),
             "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
-            "@walked": (torch.int32, (2, p.B * p.H, p.n_seg)),
-            "@strength": (_F32, (*chunks, C)),
+            "@chunks_within_horizon": (torch.int32, (2, p.B * p.H, p.n_seg)),
+            "@chunk_beta": (_F32, (*chunks, C)),
             "@decays": (_F32, (2, *chunks, C)),
             "@inverse": (half, (*chunks, C, C)),
             "@u": (half, (*chunks, C, p.V)),
@@ -78,8 +78,8 @@ class DeltaPlan(ExactPlan):
             "@scratch": (_F32, self.exact_scratch),
             "@entering": (half, (*held, p.V, p.K)),
             "@leaving": (half, (*held, p.V, p.K)),
-            "@errors": (half, (*held, p.V, C)),
-            "@derrors": (half, (*held, p.V, C)),
+            "@v_new": (half, (*held, p.V, C)),
+            "@dv_new": (half, (*held, p.V, C)),
             "@parts": (_F32, (1 if self.gate is None else 3, self._tiles_of_keys, *chunks, C)),
             "@dq": (self.dtype, (p.B, p.T // p.steps, p.H, p.K)),
             "@dk": (self.dtype, (p.B, p.T, p.H, p.K)),
@@ -157,11 +157,11 @@ class DeltaPlan(ExactPlan):
     ) -> LaunchSpec:
         p, how = self.tiling, Launch(min(32, self.tiling.tiles.output.cols), 4 if self.tiling.K <= 128 else 8, 1)
         panels = -(-p.V // how.cols) + (-(-p.K // how.cols) if WHOLE and not reverse else 0)
-        pointers = [states, "@A", self.alive, edges, total if not reverse else None]
+        pointers = [states, "@A", self.transition_nonzero, edges, total if not reverse else None]
         writes = named(edges, pointers[-1]) if WHOLE else (states,)
         reads = tuple(x for x in named(*pointers) if x not in writes or x == states)
         constants = {"K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols}
-        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.alive is not None}
+        constants |= {"REVERSE": reverse, "WHOLE": WHOLE, "GATED": self.transition_nonzero is not None}
         return LaunchSpec(
             "scan_segments", how, (panels, p.B * p.H, 1), tuple(x or states for x in pointers), reads, writes,
             (p.H, p.n_seg, slots), constants, how.options,
@@ -169,7 +169,7 @@ class DeltaPlan(ExactPlan):
 
     def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["k", self.beta, self.gate]
-        made = ["@inverse", "@strength", self.gates, self.bounds, self.gain]
+        made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain]
         return self.kernel_launch(
             "wy_inverse", p.tiles.wy_inverse, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
             BOUNDS=self.bounds is not None, GAIN=self.gain is not None,
@@ -180,7 +180,7 @@ class DeltaPlan(ExactPlan):
         p, names, made = self.tiling, ["q", "k", "v"], ["@u", "@w", "@scores"]
         transformed = self.kernel_launch(
             "wy_transform", p.tiles.wy_transform, (p.n_chunks, p.B * p.H, 1),
-            [*names, "@inverse", "@strength", self.gates, *made], made, names,
+            [*names, "@inverse", "@chunk_beta", self.gates, *made], made, names,
         )  # fmt: skip
         return [self._wy_inverse(), transformed]
 
@@ -197,16 +197,19 @@ class DeltaPlan(ExactPlan):
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
         return [self._launch(
             "summarize", self.tiling.tiles.chunk_states,
-            [self.keys[1], self.strength, "@u", "@w", self.gates, self.bounds, "@states", given, "@A", self.alive],
-            ("@states", "@A", *named(self.alive)),
-            ["k"], BOUNDARY=given is not None, ALIVE=self.alive is not None,
+            [
+                self.keys[1], self.chunk_beta, "@u", "@w", self.gates, self.bounds, "@states", given, "@A",
+                self.transition_nonzero,
+            ],
+            ("@states", "@A", *named(self.transition_nonzero)), ["k"], BOUNDARY=given is not None,
+            NONZERO=self.transition_nonzero is not None,
         )]  # fmt: skip
 
     def _output(self, given: str | None) -> LaunchSpec:
         final = "@final" if self.returns_final else None
         return self._launch(
             "output", self.tiling.tiles.output,
-            [*self.keys, self.strength, "@u", "@w", "@scores", self.gates, "o", self.segment_states, given, final],
+            [*self.keys, self.chunk_beta, "@u", "@w", "@scores", self.gates, "o", self.segment_states, given, final],
             ("o", *named(final)), ["q", "k"],
             ENTERS=self.tiling.scanned, BOUNDARY=given is not None, LEAVES=self.returns_final,
         )  # fmt: skip
@@ -215,16 +218,16 @@ class DeltaPlan(ExactPlan):
         return self._launch(
             "chunk_states", self.tiling.tiles.chunk_states,
             [
-                self.keys[1], self.strength, "@u", "@w", self.gates, "@errors", self.segment_states, given,
+                self.keys[1], self.chunk_beta, "@u", "@w", self.gates, "@v_new", self.segment_states, given,
                 "@entering",
             ],
-            ("@errors", "@entering"), ["k"], ENTERS=self.tiling.scanned, BOUNDARY=given is not None,
+            ("@v_new", "@entering"), ["k"], ENTERS=self.tiling.scanned, BOUNDARY=given is not None,
         )  # fmt: skip
 
     def _summarize_backward(self, after: str | None) -> list[LaunchSpec]:
         return [self._launch(
             "summarize_backward", self.tiling.tiles.output_backward,
-            [*self.keys, "do", self.strength, "@w", "@scores", self.gates, self.bounds, "@dstates", after],
+            [*self.keys, "do", self.chunk_beta, "@w", "@scores", self.gates, self.bounds, "@dstates", after],
             ("@dstates",), ["q", "k", "do"], BOUNDARY=after is not None,
         )]  # fmt: skip
 
@@ -232,10 +235,10 @@ class DeltaPlan(ExactPlan):
         return self._launch(
             "output_backward", self.tiling.tiles.output_backward,
             [
-                *self.keys, "do", self.strength, "@w", "@scores", self.gates, "@derrors", self.segment_gradients,
+                *self.keys, "do", self.chunk_beta, "@w", "@scores", self.gates, "@dv_new", self.segment_gradients,
                 after, to, "@leaving",
             ],
-            ("@derrors", "@leaving", *named(to)), ["q", "k", "do"],
+            ("@dv_new", "@leaving", *named(to)), ["q", "k", "do"],
             ENTERS=self.tiling.scanned, BOUNDARY=after is not None, LEAVES=to is not None,
         )  # fmt: skip
 
@@ -246,7 +249,7 @@ class DeltaPlan(ExactPlan):
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Gradients of the chunks of a part, from what its walks keep."""
         p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "d_v", "@parts"]
-        pointers = [*names, "@strength", "@inverse", "@errors", "@derrors", self.gates, "@entering", "@leaving"]
+        pointers = [*names, "@chunk_beta", "@inverse", "@v_new", "@dv_new", self.gates, "@entering", "@leaving"]
         spec = self.kernel_launch(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
             BK=how.cols, BV=p.tiles.values_of_grads,

@@ -95,12 +95,12 @@ def _decayed(S, left, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def exact_forward(
-    q, k, v, beta, g, exact, o, entering, states, A, alive, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, READS: tl.constexpr,
-    KEEPS: tl.constexpr, SUMS: tl.constexpr, ALIVE: tl.constexpr, ENTERS: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k, v, beta, g, exact, o, entering, states, A, transition_nonzero, initial, final, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, n_seg, n_chunks, per_seg, before,
+    held, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    READS: tl.constexpr, KEEPS: tl.constexpr, SUMS: tl.constexpr, NONZERO: tl.constexpr, ENTERS: tl.constexpr,
+    BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A walk from the first token of a segment to its last: READS, KEEPS and SUMS as in `hopper_walks.forward`."""
     begin(PDL)
@@ -132,8 +132,8 @@ def exact_forward(
         lives = c1 >= c0
         if PACKED:
             lives = ~begins(table, c0, c1)
-        if ALIVE:
-            tl.store(alive + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
+        if NONZERO:
+            tl.store(transition_nonzero + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
         S = tl.where((rows[:, None] == cols[None, :]) & (lives & (not of_state)), 1.0, 0.0)
         if not (of_state | lives):
             c0 = c1

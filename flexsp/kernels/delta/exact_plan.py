@@ -48,17 +48,17 @@ class ExactPlan(BasePlan):
     ) -> list[LaunchSpec]:
         """As the walk of this kind: "summarize", "output" or "states"."""
         p, sums, reads = self.tiling, kind == "summarize", kind == "output"
-        alive = self.alive if sums else None
+        nonzero = self.transition_nonzero if sums else None
         made: list[str | None] = ["o" if reads else None, "@entering" if kind == "chunk_states" else None]
-        made += [self.segment_states, "@A" if sums else None, alive]
+        made += [self.segment_states, "@A" if sums else None, nonzero]
         writes = {
-            "summarize": ("@states", "@A", *named(alive)), "output": ("o", *named(final)),
+            "summarize": ("@states", "@A", *named(nonzero)), "output": ("o", *named(final)),
             "chunk_states": ("@entering",),
         }  # fmt: skip
         panels = -(-p.V // _COLS) + (-(-p.K // _COLS) if sums else 0)
         return self._exact_walk(
             exact.exact_forward, ["q", "k", "v", self.beta, self.gate], [*made, given, final], writes[kind], panels,
-            part, READS=reads, KEEPS=kind == "chunk_states", SUMS=sums, ALIVE=alive is not None,
+            part, READS=reads, KEEPS=kind == "chunk_states", SUMS=sums, NONZERO=nonzero is not None,
             ENTERS=p.scanned and not sums, BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip
 

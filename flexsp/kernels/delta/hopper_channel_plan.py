@@ -34,7 +34,8 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         scanned = self.tiling.scanned
         return super().settled() | {
             "small_gates": "@small_gates", "skipped": "@small_gates", "growth": "@growth" if scanned else None,
-            "alive": "@alive" if scanned else None, "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"],
+            "transition_nonzero": "@transition_nonzero" if scanned else None, "decays": "@decay",
+            "walk_keys": ["@reads", "@w", "@writes"],
         }  # fmt: skip
 
     def declare(self) -> list[Buffer]:
@@ -69,7 +70,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         )  # fmt: skip
 
     def _summarize(self, given: str | None) -> list[LaunchSpec]:
-        writes = "@states", "@A", "@alive"
+        writes = "@states", "@A", "@transition_nonzero"
         return [
             self._segment_horizon("@from_end", True),
             self._forward("summarize", writes, "@states", given, None, "@from_end"),
@@ -86,7 +87,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         made = [*self.to_keys, "@dbeta", gradient_of(str(self.gate))]
         small = self.kernel_launch(
             "small_gate_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
-            [*names, "d_v", "@errors", "@entering", "@leaving", "@small_gates", *made], made, names,
+            [*names, "d_v", "@v_new", "@entering", "@leaving", "@small_gates", *made], made, names,
             PARTS=64 // p.tiles.channel_grads.cols,
         )  # fmt: skip
         return [small, *ChannelPlan._grads(self, part)]

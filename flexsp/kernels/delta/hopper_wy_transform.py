@@ -253,14 +253,14 @@ def _parts(numbers, layout: gl.constexpr):
 
 
 @gluon.jit
-def _bounds(to, half, x, strength, gate, own):
+def _bounds(to, half, x, beta, gate, own):
     """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: room for numbers of tokens."""
     i = gl.arange(0, 16, _ROWS)[:, None]
     j = gl.arange(0, 16, _COLUMNS)[None, :]
     for n in gl.static_range(4):
         own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x[n * (n + 1) // 2 + n], 0.0), axis=1))
     gl.thread_barrier()
-    growth = gl.maximum(gl.abs(1.0 + strength * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    growth = gl.maximum(gl.abs(1.0 + beta * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     most = gate + gl.log2(growth)
     gl.store(to, gl.sum(most, axis=0))
     gl.store(to + half, gl.sum(gl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0))
@@ -282,7 +282,7 @@ def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here,
 
 @gluon.jit
 def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
-    """N of pairs x, with numbers of tokens in shared memory: strengths and cumulative gates.
+    """N of pairs x, with numbers of tokens in shared memory: betas and cumulative gates.
 
     Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
     inverse is given its zeros.
@@ -315,7 +315,7 @@ def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def wy_inverse(
-    q, k, beta, g, inverse, strength, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
     BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -338,7 +338,7 @@ def wy_inverse(
     i = gl.arange(0, C, _TOKENS)
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
     given = given.to(gl.float32)
-    gl.store(strength + at * C + i, given)
+    gl.store(chunk_beta + at * C + i, given)
     factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
     totals = factors
     if GATED:

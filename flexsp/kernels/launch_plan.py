@@ -18,7 +18,7 @@ import torch
 
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named, scan, zeroed
 
-__all__ = ["Buffer", "LaunchPlan", "Layout", "Role", "SegmentedPlan", "gradient_of"]
+__all__ = ["Buffer", "LaunchPlan", "Layout", "Role", "SegmentedPlan", "by_name", "gradient_of"]
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 _F32 = torch.float32
@@ -62,6 +62,11 @@ class Buffer:
 def gradient_of(name: str) -> str:
     """The buffer of an input's gradient."""
     return f"d_{name}"
+
+
+def by_name(*kernels: Any) -> dict[str, Any]:
+    """Kernels by the names of their functions, which are those of their launches."""
+    return {kernel.__name__: kernel for kernel in kernels}
 
 
 class LaunchPlan(ABC):

@@ -9,7 +9,7 @@ import torch
 from flexsp.kernels.delta import channels, walks
 from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import Part
-from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
+from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step
 
 __all__ = ["ChannelPlan"]
@@ -29,13 +29,10 @@ class ChannelPlan(DeltaPlan):
         gated_inputs: those that kernels of chunks decay keys and queries with.
     """
 
-    kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | {
-        kernel.__name__: kernel
-        for kernel in (
-            channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_wy_transform,
-            channels.channel_parts, channels.channel_grads,
-        )
-    }  # fmt: skip
+    kernels: ClassVar[dict[str, Any]] = DeltaPlan.kernels | by_name(
+        channels.channel_blocks, channels.channel_scores, channels.channel_inverse, channels.channel_wy_transform,
+        channels.channel_parts, channels.channel_grads,
+    )  # fmt: skip
 
     skipped: str | None
     growth: str | None

@@ -13,7 +13,7 @@ from flexsp.kernels.delta import grads, scan_segments, walks, wy_transform
 from flexsp.kernels.delta.exact_plan import ExactPlan, choose
 from flexsp.kernels.delta.plan import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
-from flexsp.kernels.launch_plan import Buffer, Layout, Role, gradient_of
+from flexsp.kernels.launch_plan import Buffer, Layout, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, scan, unit, zeroed
 
 __all__ = ["DeltaPlan"]
@@ -29,14 +29,11 @@ class DeltaPlan(ExactPlan):
     within chunks, ``@inverse`` of chunks, and in the backward pass what `walks` keeps of every chunk.
     """
 
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (
-            wy_transform.wy_inverse, wy_transform.wy_transform, walks.summarize, scan_segments.scan_segments,
-            walks.output, walks.chunk_states, walks.summarize_backward, walks.output_backward, grads.grads,
-            grads.reduce_gate_grads,
-        )
-    } | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        wy_transform.wy_inverse, wy_transform.wy_transform, walks.summarize, scan_segments.scan_segments,
+        walks.output, walks.chunk_states, walks.summarize_backward, walks.output_backward, grads.grads,
+        grads.reduce_gate_grads,
+    ) | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
 
     # Buffers
 

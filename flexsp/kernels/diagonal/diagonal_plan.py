@@ -12,7 +12,7 @@ from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, summarize
 from flexsp.kernels.diagonal.plan import NAME, Tiling, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, gradient_of
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride, named
 from flexsp.kernels.primitives import dots
 
@@ -49,13 +49,10 @@ class DiagonalPlan(SegmentedPlan):
     dq_first: bool
     text: str
     values: torch.dtype | None = None
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (
-            primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-            grads.dkv_kernel, grads.gate_grad_kernel,
-        )
-    }  # fmt: skip
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel,
+    )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         return {

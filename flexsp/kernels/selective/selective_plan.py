@@ -12,7 +12,7 @@ import triton
 
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, gradient_of
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step, zeroed
 from flexsp.kernels.selective import grads, walks
 from flexsp.scan.dense import MOST
@@ -134,13 +134,10 @@ class SelectivePlan(SegmentedPlan):
     returns_final: bool
     text: str
     filler: ClassVar[str] = "u"
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (
-            walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,
-            grads.grads_kernel,
-        )
-    }  # fmt: skip
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,
+        grads.grads_kernel,
+    )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         return {"name": NAME, "sparse": self.n_docs > 0}

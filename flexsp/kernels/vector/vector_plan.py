@@ -12,7 +12,7 @@ import triton
 
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 from flexsp.kernels.vector import walks
 from flexsp.scan.dense import MOST
@@ -93,10 +93,9 @@ class VectorPlan(SegmentedPlan):
     returns_final: bool
     text: str
     filler: ClassVar[str] = "g"
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.grads_kernel)
-    }
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.grads_kernel
+    )
 
     def settled(self) -> dict[str, Any]:
         return {"name": NAME, "sparse": self.n_docs > 0}

@@ -220,7 +220,7 @@ _COMPILER = [
          "tests/test_lowering.py::test_what_no_program_carries"),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         (" if x.refuses(self) is None)", ")", "an engine is given calls that it refuses",
          "tests/test_lowering.py::test_a_call_that_an_engine_refuses"),
         ("sorted(own.keys() & found.keys())", "sorted(set())", "an engine's buffer takes the place of another",
@@ -328,7 +328,7 @@ _COMPILER = [
     ),
     *_in(
         "flexsp/compiler/planning/plan.py",
-        ("// chunk) + self.docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
+        ("// chunk) + self.n_docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("n_seg = max(1, -(-n_chunks // per_seg))", "n_seg = max(1, n_chunks // per_seg)", "the last segment is left out",
          "tests/test_plans_cover.py"),
         ("n_chunks > 0 and not self.ranks", "n_chunks > 0", "ranks have no summary", "tests/test_plans_cover.py"),
@@ -350,7 +350,7 @@ _COMPILER = [
          "tests/test_launches.py::test_a_plan_that_was_tuned_on_one_rank_serves_ranks"),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         ("[*entering, *middle, *back] if early", "[*entering, *middle, *back] if not early",
          "gradients are collected before the states that they read", "tests/test_launches.py::test_nothing_is_read_before_it_is_written"),
         ('others if x in _states_of(kernel)', 'others if x not in _states_of(kernel)', "what a chunk reads is counted wrongly",

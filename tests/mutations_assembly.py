@@ -70,7 +70,7 @@ ASSEMBLY = [
          "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         ("how = replace(how, stages=1)", "pass", "tiles are copied over while a product reads them",
          "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
     ),

@@ -349,7 +349,7 @@ GATES = [
          "tests/test_gated_keys.py::test_strong_gates_lose_one_rounding"),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         ('return [f"{name}{i}" for i in range(3)]', 'return [f"{name}{i}" for i in (0, 1, 1)]',
          "gradients of running gates are written over those of keys", _SUMS_OF_HGRN2),
     ),

@@ -82,7 +82,7 @@ MEMORY = [
          "states of one column are rounded", _DENOMINATORS),
     ),
     *_in(
-        "flexsp/kernels/diagonal/launches.py",
+        "flexsp/kernels/diagonal/diagonal_plan.py",
         ("values = self.dtype if self.values is None else self.values", "values = self.dtype",
          "outputs of one column are rounded", _DENOMINATORS),
     ),

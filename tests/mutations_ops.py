@@ -112,7 +112,7 @@ OPS = [
         ("return x[None, None]\n", "return x[None, None].flip(2)\n", "channels have constants of others", _CONSTANTS),
     ),
     *_in(
-        "flexsp/kernels/selective/launches.py",
+        "flexsp/kernels/selective/selective_plan.py",
         ("        to[..., N:].zero_()\n", "", "columns behind the last number are read as they lie", _EDGES + "test_selective_scan"),
     ),
     *_in(

@@ -102,7 +102,7 @@ PROGRAMS = [
          "tests/test_generated_programs.py::test_kept_tiles_of_all_orders[no axis is tokens]"),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         ("if self.code.dense and not all(holds) else", "if False else", "a matrix multiplies what is beside parts",
          _PARTS + "test_ranks[counted delta-lengths7-None]"),
     ),

@@ -37,7 +37,7 @@ STATES = [
         ),
     ),
     *_in(
-        "flexsp/compiler/planning/launches.py",
+        "flexsp/compiler/planning/generated_plan.py",
         (
             '[ones("@decay")] if factors',
             '[zeroed("@decay")] if factors',

@@ -18,8 +18,8 @@ from tests.marks import slow
 
 pytestmark = pytest.mark.compiles
 
-OF_LARGE = ("output", "back", "grads")
-OF_LARGE_CHANNELS = ("back", "channel_parts")
+OF_LARGE = ("output", "output_backward", "grads")
+OF_LARGE_CHANNELS = ("output_backward", "channel_parts")
 """Of heads of 256, those that take most shared memory and registers: all of them would take too long."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"K": 128, "V": 128},
@@ -84,11 +84,14 @@ GROUPS = ([*QUICK, *OVER_RANKS], NO_DECAY, IN_TRITON, LARGE, SHARED)
 SLOW = [name for name in CONFIGS if not any(name in group for group in GROUPS)]
 ALL_LARGE = [name for name in CONFIGS if re.match("bf16 .*(192|256)", name)]
 EXACT = {"choose", "exact_forward", "exact_backward", "exact_grads"}
-WALKS = {"output", "states", "back", "summarize", "collect"}
-OF_CHANNELS = {"channel_scores", "channel_values", "channel_parts", "channel_grads"}
-IN_GLUON = {"forward", "backward", "grads", "reach", "channel_scores", "channel_grads"}
+WALKS = {"output", "chunk_states", "output_backward", "summarize", "summarize_backward"}
+OF_CHANNELS = {"channel_scores", "channel_wy_transform", "channel_parts", "channel_grads"}
+IN_GLUON = {"forward", "backward", "grads", "segment_horizon", "channel_scores", "channel_grads"}
 MAY_SPILL = {
-    (3, 6): {"prepare": 304, "output": 64, "back": 24, "grads": 80, "channel_inverse": 128, "channel_grads": 104}
+    (3, 6): {
+        "wy_inverse": 304, "output": 64, "output_backward": 24, "grads": 80, "channel_inverse": 128,
+        "channel_grads": 104,
+    }
 }
 
 
@@ -107,7 +110,7 @@ def compile_config(
     from flexsp.compiler.dispatch import executable_of
     from flexsp.kernels import executable, operators
     from flexsp.kernels.delta import calls
-    from flexsp.kernels.delta.launches import DeltaPlan
+    from flexsp.kernels.delta.delta_plan import DeltaPlan
     from flexsp.kernels.delta.plan import plan_of
     from flexsp.runtime import tested_versions
     from flexsp.testing.offline import record_launches
@@ -163,16 +166,19 @@ def test_kernels(name: str) -> None:
     if in_gluon(name) and of == "vector_gated_delta":
         want = {"channel_blocks", "channel_scores", "inverse", "forward", "backward", "channel_parts", "channel_grads"}
         heads = CONFIGS[name].get("H", 32)
-        want |= ({"join", "reach"} if heads < 128 else set()) | ({"reach"} if ranks else set())
+        want |= {"scan_segments"} if heads < 128 else set()
+        want |= {"segment_horizon"} if heads < 128 or ranks else set()
     elif in_gluon(name):
-        want = {"prepare", "forward", "backward", "grads", "gathered"}
-        want |= {"join"} if segments else set()
+        want = {"wy_inverse", "forward", "backward", "grads", "reduce_gate_grads"}
+        want |= {"scan_segments"} if segments else set()
         want |= {"horizons"} if segments and (packed or of != "deltanet") else set()
     else:
-        want = {"output", "states", "back"} | ({"summarize", "collect"} if segments or ranks else set())
-        want |= {"join"} if of == "gated_deltanet" or (segments and CONFIGS[name].get("H") == 8) else set()
+        want = {"output", "chunk_states", "output_backward"}
+        want |= {"summarize", "summarize_backward"} if segments or ranks else set()
+        want |= {"scan_segments"} if of == "gated_deltanet" or (segments and CONFIGS[name].get("H") == 8) else set()
         of_channels = OF_CHANNELS | {"channel_blocks", "channel_inverse"}
-        want |= of_channels if of == "vector_gated_delta" else {"prepare", "values", "grads", "gathered"}
+        of_tokens = {"wy_inverse", "wy_transform", "grads", "reduce_gate_grads"}
+        want |= of_channels if of == "vector_gated_delta" else of_tokens
     want |= EXACT if CONFIGS[name].get("dtype", "bfloat16") == "bfloat16" else set()
     want |= {"tail_kernel"} if packed else set()
     assert {kernel["name"] for kernel in found} == want & {*CONFIGS[name].get("only", want)}, described(found)
@@ -183,7 +189,7 @@ def test_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("name", [QUICK[0], QUICK[2], *slow(*NO_DECAY, *IN_TRITON)])
 def test_products_of_training_shapes(name: str) -> None:
-    found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"values", "grads"}
+    found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"wy_transform", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     assert not [x for x in found if x["name"] in EXACT and x["stack"]], described(found)
     if RELEASE in MAY_SPILL:
@@ -198,7 +204,7 @@ def test_products_of_training_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", slow(*ALL_LARGE))
 def test_large_heads(name: str) -> None:
     found = compiled(name)
-    products = WALKS | {"values", "grads", "channel_parts", "channel_grads"}
+    products = WALKS | {"wy_transform", "grads", "channel_parts", "channel_grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     if RELEASE in MAY_SPILL:
         may = MAY_SPILL[RELEASE] if CONFIGS[name]["K"] <= 128 else {}

@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "few channels": {"D": 4, "N": 4},
     "few channels zoh": {"D": 12, "N": 2, "zoh": True},
 }
-KERNELS = {"summarize_kernel", "output_kernel", "collect_kernel", "chunks_kernel", "grads_kernel"}
+KERNELS = {"summarize_kernel", "output_kernel", "summarize_backward_kernel", "chunk_states_kernel", "grads_kernel"}
 every = pytest.mark.parametrize("name", slow(*CONFIGS))
 
 

@@ -275,7 +275,7 @@ def test_explain_names_the_gpu() -> None:
 ARCHS = (80, 86, 89, 90, 100)
 QUICK = {  # the kernels with the most shared memory at the largest head sizes, and those that are hardest to compile
     "diagonal bfloat16 256 256 packed": ("summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"),
-    "deltanet bfloat16 128 128 packed": ("output", "back"),
+    "deltanet bfloat16 128 128 packed": ("output", "output_backward"),
 }
 
 
@@ -326,7 +326,7 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
         o, final = operators.run(executable, None, given, initial, bounds, (0, 4096, 4096))
         torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
     passes = [
-        predict(code, executable.plan.tiling, executable.plan.sizes, 32, 4096, dtype, docs=docs, backward=back)
+        predict(code, executable.plan.tiling, executable.plan.sizes, 32, 4096, dtype, n_docs=docs, backward=back)
         for back in (False, True)
     ]  # fmt: skip
     rows, tail = [x for some in passes for x in some], ["tail_kernel"] if docs else []  # not of the plan: writes zeros
@@ -335,7 +335,7 @@ def generated(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> tu
     ]
     walk = executable.plan.tiling.walk
     for kernel, _, given in launches:
-        if kernel.__name__ in ("output", "back", "states"):
+        if kernel.__name__ in ("output", "output_backward", "chunk_states"):
             assert (given["num_warps"], given["num_stages"]) == (walk.warps, walk.stages), "not the plan's"
     limit = of_device(torch.device("cpu")).shared
     assert not executable.plan.tiling.sure or all(x.shared <= limit for x in rows)

@@ -293,7 +293,7 @@ def explained(sp: Any, name: str, folder: str) -> tuple[str, list[str], list[str
 @pytest.mark.parametrize("name", ["gla", "deltanet"])
 def test_explain_names_every_kernel_and_the_file(name: str, folder: str) -> None:
     ((text, kernels, intrinsics, path),) = run_ranks(explained, 1, name, folder, env=INTERPRETED)
-    walks = KERNELS if name in DENSE else KERNELS | {"summarize", "collect"}
+    walks = KERNELS if name in DENSE else KERNELS | {"summarize", "summarize_backward"}
     assert walks <= set(kernels)
     assert f"file: {path}" in text and path.startswith(folder)
     for kind in (*kernels, *intrinsics):

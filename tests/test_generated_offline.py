@@ -58,32 +58,32 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("deltanet", "ranks"): {"grads": 568},
         ("hgrn", "whole"): {},
         ("hgrn", "packed"): {},
-        ("gated_deltanet", "whole"): {"back": 48, "grads": 336},
-        ("gated_deltanet", "ranks"): {"collect": 48, "grads": 336},
+        ("gated_deltanet", "whole"): {"output_backward": 48, "grads": 336},
+        ("gated_deltanet", "ranks"): {"summarize_backward": 48, "grads": 336},
         ("rwkv7", "whole"): {"prepare0": 56, "grads": 992},
         ("rwkv7", "ranks"): {"prepare0": 56, "grads": 992},
     },
     (3, 7): {
         ("gla", "whole"): {"scores_grad_kernel": 24, "grads": 128},
-        ("deltanet", "ranks"): {"collect": 24, "back": 40, "grads": 656},
+        ("deltanet", "ranks"): {"summarize_backward": 24, "output_backward": 40, "grads": 656},
     },
     (3, 8): {
         ("gla", "whole"): {"scores_grad_kernel": 120, "grads": 128},
-        ("deltanet", "ranks"): {"collect": 24, "back": 32, "grads": 1008},
+        ("deltanet", "ranks"): {"summarize_backward": 24, "output_backward": 32, "grads": 1008},
     },
     (3, 9): {
         ("gla", "whole"): {"scores_grad_kernel": 112, "grads": 128},
-        ("deltanet", "ranks"): {"collect": 48, "back": 8, "grads": 856},
+        ("deltanet", "ranks"): {"summarize_backward": 48, "output_backward": 8, "grads": 856},
     },
 }
 # Where a release of ptxas takes more.
 STACK_OF_PTXAS = {
-    (131, "deltanet", "ranks"): {"back": 56},
-    (133, "deltanet", "ranks"): {"back": 48},
+    (131, "deltanet", "ranks"): {"output_backward": 56},
+    (133, "deltanet", "ranks"): {"output_backward": 48},
     (133, "gla", "whole"): {"prepare0": 8},
-    (134, "deltanet", "ranks"): {"collect": 56},
+    (134, "deltanet", "ranks"): {"summarize_backward": 56},
 }
-WALKS = ("summarize", "output", "states", "collect", "back")
+WALKS = ("summarize", "output", "chunk_states", "summarize_backward", "output_backward")
 
 
 def compile_variant(
@@ -158,7 +158,7 @@ def test_resources(compiled: Callable[[str, str], list[dict[str, Any]]], name: s
     found = compiled(name, how)
     told = described(found)
     names = {kernel["name"] for kernel in found}
-    assert {"output", "states", "back", "grads"} <= names, told
+    assert {"output", "chunk_states", "output_backward", "grads"} <= names, told
     assert all(kernel["shared"] <= SHARED_LIMIT for kernel in found), told
     assert all(kernel["waits_first"] for kernel in found), told
     products = name != "hgrn"

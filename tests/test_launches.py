@@ -15,14 +15,14 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.backend.generated_kernels import Generated
-from flexsp.compiler.planning.launches import GeneratedPlan
+from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.devices import of_arch
-from flexsp.kernels.diagonal.launches import DiagonalPlan
+from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.executable import CallSpec, Executable
 from flexsp.kernels.launch_plan import Role, gradient_of
-from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride
+from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.runtime.steps import launches_of
 from tests import variants
 
@@ -58,7 +58,7 @@ def calls(name: str) -> Iterator[GeneratedPlan]:
     for T, docs, ranks, given in itertools.product((40, 9000), (0, 3), (False, True), (False, True)):
         B = 1 if docs else 2
         plan = choose_plan(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
-        yield GeneratedPlan(code, plan, sizes, B, H, T, docs, BF16, given, ends=not ranks)
+        yield GeneratedPlan(code, plan, sizes, B, H, T, docs, BF16, given, returns_final=not ranks)
 
 
 def given_to(call: GeneratedPlan) -> set[str]:
@@ -80,7 +80,7 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
     for call in calls(name):
         forward = call.forward()
         there = check_order(forward, given_to(call))
-        assert "o" in there and ("@final" in there) == call.ends
+        assert "o" in there and ("@final" in there) == call.returns_final
         kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
         for dfinal, dinitial in itertools.product((False, True), repeat=2):
             backward = call.backward(dfinal, dinitial)
@@ -88,7 +88,7 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
             assert {gradient_of(x) for x in (*call.code.step.tokens, *call.code.step.params)} <= after
             assert ("@dinitial" in after) == dinitial
             if name == "bounded" and call.scanned:
-                assert any("@entering" in x.reads for x in backward if x.kind == "collect")
+                assert any("@entering" in x.reads for x in backward if x.kind == "summarize_backward")
 
 
 def engine_calls() -> Iterator[DiagonalPlan]:
@@ -103,11 +103,11 @@ def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:
         inputs = {"q", "k", "v", *([call.gate] if call.gate else []), "@initial"}
         forward = call.forward()
         there = check_order(forward, inputs)
-        assert "o" in there and ("@final" in there) == call.ends
+        assert "o" in there and ("@final" in there) == call.returns_final
         kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
         assert kept == {x.name for x in call.buffers.values() if x.role is Role.SAVED}
         wants = [{"q"}, {"q", call.gate}] if call.gate else [{"q"}]
-        for dfinal, dinitial, wanted in itertools.product((False, call.ends), (False, True), wants):
+        for dfinal, dinitial, wanted in itertools.product((False, call.returns_final), (False, True), wants):
             after = check_order(call.backward(dfinal, dinitial, wanted), inputs | kept | {"do", "@dfinal"})
             gradients = {x for x in after if x in map(gradient_of, ("q", "k", "v", "g", "g_gamma"))}
             assert gradients == {gradient_of(x) for x in ("q", "k", "v", *wanted)}

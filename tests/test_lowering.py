@@ -21,11 +21,11 @@ from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning import plan as planning
-from flexsp.compiler.planning.launches import GeneratedPlan
+from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.model import predict
 from flexsp.compiler.planning.plan import choose_plan
 from flexsp.kernels.launch_plan import Buffer, Role
-from flexsp.kernels.launches import LaunchSpec
+from flexsp.kernels.launch_spec import LaunchSpec
 from flexsp.variants import linear, vector_gated_delta
 from flexsp.variants.delta_rule import DELTA_RULE
 from tests.guides import run_script, save_scripts
@@ -90,7 +90,7 @@ def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedPlan
 def test_what_an_engine_replaces(keeping: ModuleType) -> None:
     mine, plain = call_of(variant(keeping)), call_of(variant(keeping, lowering="generated"))
     kinds = [[x.kind for x in call.backward(False, True)] for call in (mine, plain)]
-    assert "states" in kinds[1] and [x for x in kinds[1] if x != "states"] == kinds[0]
+    assert "chunk_states" in kinds[1] and [x for x in kinds[1] if x != "chunk_states"] == kinds[0]
     assert [x.kernel for x in mine.forward() if x.kernel is not None] == [keeping.output]
     kept, like = mine.memory(mine.forward())["@kept_entering"], plain.buffers["@entering"]
     assert (kept.dtype, kept.shape) == (like.dtype, like.shape) and mine.saved("@kept_entering")

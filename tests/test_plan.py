@@ -23,7 +23,7 @@ from flexsp.compiler.backend.generated_kernels import CHUNKS, padded
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan
 from flexsp.devices import H200
@@ -185,18 +185,18 @@ def test_bytes_of_simple_gla() -> None:
         ("summarize", k + v + gates, 17 * state + decay),
         ("_propagate_kernel", 17 * state + decay, 17 * state),
         ("output", 2 * k + v + gates + 16 * state, v + state),
-        ("collect", k + v + gates, 17 * state),
+        ("summarize_backward", k + v + gates, 17 * state),
         ("_propagate_kernel", 17 * state + decay, 17 * state),
-        ("states", k + v + gates + 16 * state, states),
-        ("back", k + v + gates + 16 * state, states),
+        ("chunk_states", k + v + gates + 16 * state, states),
+        ("output_backward", k + v + gates + 16 * state, states),
         ("grads", 2 * k + 2 * v + gates + 2 * states, 2 * k + v + 4 * gates + 6 * 16 * 4),
-        ("gather", gates + 4 * g + 6 * 16 * 4, g),
+        ("reduce_gate_grads", gates + 4 * g + 6 * 16 * 4, g),
     ]
     assert [(x.kernel, x.read, x.written) for x in rows_of("simple_gla", plan, 6, 1000, 64, 128)] == want
     flops = {x.kernel: x.flops for x in rows_of("simple_gla", plan, 6, 1000, 64, 128)}
     one = 2 * 64 * 64 * 128 * 6 * 16  # a product of 64 x 64 and 64 x 128 in every chunk
-    assert flops["summarize"] == flops["states"] == one and flops["output"] == one // 2 + 3 * one
-    assert flops["gather"] == 0
+    assert flops["summarize"] == flops["chunk_states"] == one and flops["output"] == one // 2 + 3 * one
+    assert flops["reduce_gate_grads"] == 0
 
 
 def test_walks_of_gla_read_one_row_of_gates_a_chunk() -> None:
@@ -206,7 +206,7 @@ def test_walks_of_gla_read_one_row_of_gates_a_chunk() -> None:
     rows = {x.kernel: x for x in rows_of("gla", plan, 6, 1000, 64, 128)}
     k, v, last, state = 6 * 1000 * 64 * 2, 6 * 1000 * 128 * 2, 6 * 16 * 64 * 4, 6 * 64 * 128 * 4
     assert rows["summarize"].read == k + v + last
-    assert rows["states"].read == k + v + last + plan.n_seg * state
+    assert rows["chunk_states"].read == k + v + last + plan.n_seg * state
     assert rows["prepare0"].written > 6 * 1024 * 64 * 4  # the gates themselves
 
 
@@ -228,7 +228,8 @@ def test_bytes_of_deltanet() -> None:
     ]
     found = rows_of("deltanet", plan, 6, 1000, 64, 64)
     assert [(x.kernel, x.read, x.written) for x in found[:5]] == want
-    assert [x.kernel for x in found[5:]] == ["states", "back", "adjoint0", "grads", "gather"]
+    backward = ["chunk_states", "output_backward", "adjoint0", "grads", "reduce_gate_grads"]
+    assert [x.kernel for x in found[5:]] == backward
 
 
 def test_bytes_of_hgrn() -> None:
@@ -242,10 +243,10 @@ def test_bytes_of_hgrn() -> None:
         ("summarize", x + g, 17 * state + decay),
         ("_propagate_kernel", 17 * state + decay, 17 * state),
         ("output", 2 * x + g + 16 * state, x + state),
-        ("collect", 2 * x + g, 17 * state),
+        ("summarize_backward", 2 * x + g, 17 * state),
         ("_propagate_kernel", 17 * state + decay, 17 * state),
-        ("states", x + g + 16 * state, states),
-        ("back", 2 * x + g + 16 * state, states),
+        ("chunk_states", x + g + 16 * state, states),
+        ("output_backward", 2 * x + g + 16 * state, states),
         ("grads", 3 * x + g + 2 * states, 2 * x + g),
     ]
     rows = [x for back in (False, True) for x in predict(code, plan, {"K": 32}, 6, 1000, BF16, backward=back)]
@@ -268,7 +269,7 @@ def test_a_vector_state_is_spread_over_programs() -> None:
 
 COMPILED = {"simple_gla": (128, 128), "gla": (64, 64), "deltanet": (64, 128)}
 """Chunk size and K = V of the kernels whose shared memory is looked at."""
-QUICK = {"gla": ("output", "states", "prepare1", "adjoint0")}  # to compile
+QUICK = {"gla": ("output", "chunk_states", "prepare1", "adjoint0")}  # to compile
 
 
 def launched(name: str, every: bool) -> list[dict[str, Any]]:
@@ -435,7 +436,7 @@ def test_describe() -> None:
     assert [line[0] for line in tables if line[0] != "total"] == [x.kernel for x in rows]
     total = sum(x.us for x in rows)
     assert float(lines[-2].split()[-1]) == pytest.approx(total, abs=0.06)
-    packed = "\n".join(describe(code_of("gla"), {"K": 128, "V": 128}, 8, 999, BF16, docs=3, ranks=True))
+    packed = "\n".join(describe(code_of("gla"), {"K": 128, "V": 128}, 8, 999, BF16, n_docs=3, ranks=True))
     assert "3 packed documents" in packed and "over ranks" in packed and "summarize" in packed
 
 

@@ -142,9 +142,9 @@ def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:
 
     gain = torch.tensor([[1.0, 80.1, 27.4], [79.9, 79.9, 27.6]])
     table = torch.tensor([[64 * c, (64, 64, 22)[c], 0, 0, 0] for c in range(3)], dtype=torch.int32)
-    exact, mild = torch.full((2, 3), -1, dtype=torch.int32), torch.tensor([[1, 0, 1]] * 2, dtype=torch.int32)
-    choose[(2, 2)](gain, exact, mild, table, 150, 3, 2, C=64, MILD=True, PACKED=packed, PDL=False)
-    return exact.tolist(), mild.tolist()
+    exact, small_gates = torch.full((2, 3), -1, dtype=torch.int32), torch.tensor([[1, 0, 1]] * 2, dtype=torch.int32)
+    choose[(2, 2)](gain, exact, small_gates, table, 150, 3, 2, C=64, SMALL_GATES=True, PACKED=packed, PDL=False)
+    return exact.tolist(), small_gates.tolist()
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -17,7 +17,7 @@ from flexsp import ops
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.backend import generated_kernels
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.kernels.diagonal.launches import DiagonalPlan
+from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import hgrn, hgrn2, linear, retnet, simple_gla

@@ -14,7 +14,7 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
 from flexsp.kernels.selective import in_pytorch
-from flexsp.kernels.selective.launches import channels_of_head, make_plan
+from flexsp.kernels.selective.selective_plan import channels_of_head, make_plan
 from flexsp.nn import Mamba, SequenceParallelLA
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks

@@ -50,10 +50,10 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
         with planned_for(device):
             refused = refusal(code, sizes, meta.looks(sizes, 1), on_gpu=False)
         if refused is None:
-            for T, docs in itertools.product(_AHEAD, (0, 4)):
+            for T, n_docs in itertools.product(_AHEAD, (0, 4)):
                 looks = meta.looks(sizes, T)
                 given = {x: torch.empty(shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
-                bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+                bounds = torch.empty(n_docs + 1, dtype=torch.int64, device="meta") if n_docs else None
                 with planned_for(device):
                     executable = executable_of(code, given, None, bounds, None)
                 for launch, frame in executable.launches(list(given.values()), None, True):

@@ -13,7 +13,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.dispatch import executable_of
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.plan import candidates
 from flexsp.devices import of_device
 from flexsp.kernels.executable import Executable
@@ -107,7 +107,7 @@ def tune(
         return min(plans, key=of)
 
     call, device = usual.plan, of_device(usual.device)
-    found = candidates(call.code, call.sizes, call.B * call.H, call.T, call.docs, call.dtype, device=device)
+    found = candidates(call.code, call.sizes, call.B * call.H, call.T, call.n_docs, call.dtype, device=device)
     least = min((us for _, us in found), default=0.0)
     best = quickest([call.tiling, *(plan for plan, us in found if us <= _HOPEFUL * least)])
     improved = True

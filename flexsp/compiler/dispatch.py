@@ -13,7 +13,7 @@ import torch
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.plan import choose_plan, not_generated
 from flexsp.devices import of_device
 from flexsp.kernels.executable import CallSpec, Executable

@@ -108,7 +108,7 @@ class _Variant:
         return functions.forward(lambda x: self.in_pytorch(call, x, values), asked)
 
     def backward(self, asked: Asked, kept: Saved, *others: Any) -> tuple[list[Optional], Optional]:
-        call, table = self.model.again(asked.tensors, asked.initial, asked.docs, asked.group), kept[1]
+        call, table = self.model.again(asked.tensors, asked.initial, asked.n_docs, asked.group), kept[1]
         if call.executable is not None:
             return operators.gradients(call.executable, asked.tensors, asked.initial, kept, *others)
         values = None if table is None else [int(n) for n in table.tolist()]

@@ -70,8 +70,8 @@ class Engine(ABC):
         """How the call is cut into segments and tiles: the same object for the same sizes, which may be symbolic."""
 
     @abstractmethod
-    def plan(self, tiling: Any, asked: Asked, early: bool) -> LaunchPlan:
-        """Buffers and launches of the call. `early`: it is `first_in_backward_chain`."""
+    def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> LaunchPlan:
+        """Buffers and launches of the call. `dq_first`: it is `first_in_backward_chain`."""
 
     # What the operators ask for
 
@@ -97,7 +97,7 @@ class Engine(ABC):
             first.new_empty(o.shape, dtype=o.dtype),
             first.new_empty(final.shape if asked.want_final else 0, dtype=final.dtype),
             first.new_empty(saved.nbytes, dtype=torch.uint8),
-            first.new_empty(plan.buffers["@table"].shape if asked.docs else 0, dtype=torch.int32),
+            first.new_empty(plan.buffers["@table"].shape if asked.n_docs else 0, dtype=torch.int32),
         )
 
     # Calls
@@ -118,27 +118,27 @@ class Engine(ABC):
         key = f"{cls.kind}|{form}"
         if not operators.plain(*tensors, initial, cu_seqlens):
             return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
-        docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         group = sp if sp is not None and sp.world_size > 1 else None
-        engine, asked = cls(form), Asked(tensors, initial, cu_seqlens, docs, scale, want_final, group)
+        engine, asked = cls(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
         return operators.run(engine.executable(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
 
     def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""
         tiling, group = self.tiling(asked), asked.group
-        early = first_in_backward_chain(group)
+        dq_first = first_in_backward_chain(group)
         looks = [
             None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)
             for x in (*asked.tensors, asked.initial)
         ]
         # Tilings count by identity, which costs less than their hash: what is kept holds its own.
         key = (
-            id(tiling), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, early,
+            id(tiling), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, dq_first,
             -1 if group is None else group.id,
         )  # fmt: skip
         found = self._executables.get(key)
         if found is None:
-            plan = self.plan(tiling, asked, early)
+            plan = self.plan(tiling, asked, dq_first)
             found = self._make(plan, dict(zip(self.names, asked.tensors, strict=True)), asked.initial, group)
             keep(self._executables, key, found, _CALLS)
         return found
@@ -154,7 +154,7 @@ class Engine(ABC):
     def _shard(self, asked: Asked) -> Shard:
         """Which rows of how many these are; ranks tell each other where documents are packed."""
         T = asked.tensors[0].shape[1]
-        return asked.group.shard_range(T, self.rows) if asked.docs and asked.group is not None else (0, T, T)
+        return asked.group.shard_range(T, self.rows) if asked.n_docs and asked.group is not None else (0, T, T)
 
 
 def register(engine: type[Engine], numbers_of_tensors: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import check_heads
 from flexsp.exceptions import checks_wanted
 from flexsp.kernels.launch_plan import LaunchPlan, Role, gradient_of
-from flexsp.kernels.launches import PROPAGATE, LaunchSpec, SameTokenStride
+from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
@@ -73,7 +73,7 @@ class CallSpec:
             return x.is_contiguous()
         return x.dim() == 2 + self.batched or x.stride(-1) == 1 or x.shape[-1] == 1
 
-    def every(self, name: str) -> int:
+    def tokens_per_row(self, name: str) -> int:
         """How many tokens there are for each row of an input."""
         rows = self.shapes[name][0]
         return self.T // rows if rows else 1
@@ -129,10 +129,10 @@ class Executable(Generic[_P]):
         self.chained = sp is not None and sp.world_size > 1
         self.out = (*given.lead, outputs.shape[-1])
         self.edge = plan.buffers["@final"].shape
-        self.partly = (plan.docs > 0 and self.chained) or plan.sparse  # edges may not be written whole
+        self.partly = (plan.n_docs > 0 and self.chained) or plan.sparse  # edges may not be written whole
         self.saved, self.scratch = Workspace(), Workspace()
         launches = plan.forward()
-        plan.check_results(launches, ["o", *(["@final"] if plan.ends else [])])
+        plan.check_results(launches, ["o", *(["@final"] if plan.returns_final else [])])
         self._kept = frozenset(name for name in plan.check_order(launches) if plan.saved(name))
         self._reserve(launches, {Role.SAVED: self.saved, Role.SCRATCH: self.scratch})
         self.forward = [*self._steps(launches, (0, 0, 0)), *self._tails({"o": _rows_of(self.out[given.batched :])})]
@@ -180,7 +180,7 @@ class Executable(Generic[_P]):
     def _tails(self, tensors: dict[str, tuple[int, ...]]) -> list[Step]:
         """What writes zeros behind the last document in these tensors [heads, tokens, row]."""
         plan = self.plan
-        if not plan.docs or not plan.T:
+        if not plan.n_docs or not plan.T:
             return []
         return [*tail_launches(plan.n_chunks, [(name, x, plan.T // x[1]) for name, x in tensors.items()])]
 
@@ -290,7 +290,7 @@ class Executable(Generic[_P]):
         lead = tensors[0]
         o = given["o"] = lead.new_empty(self.out, dtype=self.dtype)
         final = None
-        if self.plan.ends:
+        if self.plan.returns_final:
             final = given["@final"] = self._edge(lead)
         saved = lead.new_empty(self.saved.nbytes, dtype=torch.uint8)
         if filled:

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from flexsp.kernels.launches import Launch, LaunchSpec, copied, named, scan, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named, scan, zeroed
 
-__all__ = ["Buffer", "LaunchPlan", "Layout", "Role", "SegmentedPlan", "gradient_of"]
+__all__ = ["Buffer", "LaunchPlan", "Layout", "Role", "SegmentedPlan", "by_name", "gradient_of"]
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 _F32 = torch.float32
@@ -64,6 +64,11 @@ def gradient_of(name: str) -> str:
     return f"d_{name}"
 
 
+def by_name(*kernels: Any) -> dict[str, Any]:
+    """Kernels by the names of their functions, which are those of their launches."""
+    return {kernel.__name__: kernel for kernel in kernels}
+
+
 class LaunchPlan(ABC):
     """Buffers and launches of the calls of one signature: shapes, dtypes, and which states come in and go out.
 
@@ -72,11 +77,11 @@ class LaunchPlan(ABC):
         text: what ranks compare of the call.
         tiling: how the call is cut into chunks and segments, and what tiles kernels have.
         B, T, H: sequences, tokens of this rank, heads.
-        docs: packed documents, 0 if not packed.
+        n_docs: packed documents, 0 if not packed.
         chunk: tokens of a chunk.
         n_chunks, n_seg: chunks and segments of a head. Kernels are not launched where there are no chunks.
         initial: initial states are given on this rank.
-        ends: final states are wanted, and leave on this rank.
+        returns_final: final states are wanted, and leave on this rank.
         sparse: kernels write final states, and gradients of initial ones, in part: the rest is 0.
         optional: inputs whose gradients are left out where nobody wants them.
         by_head: inputs with one number a token, whose gradients kernels write in float32 as [B, H, T].
@@ -94,12 +99,12 @@ class LaunchPlan(ABC):
     B: int
     T: int
     H: int
-    docs: int
+    n_docs: int
     chunk: int
     n_chunks: int
     n_seg: int
     initial: bool
-    ends: bool
+    returns_final: bool
     sparse: bool = False
     optional: frozenset[str] = frozenset()
     by_head: frozenset[str] = frozenset()
@@ -112,7 +117,7 @@ class LaunchPlan(ABC):
 
     def __post_init__(self) -> None:
         """Stores as plain attributes what every call reads, since a property costs host time in each call."""
-        for name in ("B", "T", "H", "docs", "chunk", "n_chunks", "n_seg"):
+        for name in ("B", "T", "H", "n_docs", "chunk", "n_chunks", "n_seg"):
             vars(self)[name] = getattr(self.tiling, name)
         vars(self).update(self.settled())
 
@@ -140,7 +145,7 @@ class LaunchPlan(ABC):
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
         """All of them, by name."""
-        edges = self.docs or self.B, self.H, *self.state
+        edges = self.n_docs or self.B, self.H, *self.state
         shared = [
             Buffer("@table", Role.INPUT, torch.int32, (self.n_chunks, 5)),
             *(Buffer(x, Role.STATE_EDGE, _F32, edges) for x in ("@initial", "@final", "@dinitial", "@dfinal")),
@@ -229,8 +234,8 @@ class LaunchPlan(ABC):
         """
         if reads is None:
             reads = [x for x in dict.fromkeys(named(*pointers)) if x not in writes or x in in_place]
-        table = "@table" if self.docs else self.filler
-        constants = {"PACKED": self.docs > 0, **constants}
+        table = "@table" if self.n_docs else self.filler
+        constants = {"PACKED": self.n_docs > 0, **constants}
         return LaunchSpec(
             kind, how, grid, (*(x or self.filler for x in pointers), table), tuple(reads), tuple(writes),
             tuple(numbers), constants, how.options, kernel=kernel,
@@ -239,18 +244,18 @@ class LaunchPlan(ABC):
     def in_walk(self, edge: str | None) -> str | None:
         """`edge` if walks over chunks read or write these states themselves. Else they are the first or last slot of
         the scan's states, and are copied: None."""
-        return edge if self.docs or not self.scanned else None
+        return edge if self.n_docs or not self.scanned else None
 
     def copied_unless_packed(self, to: str, source: str, *, slots: tuple[int | None, int | None]) -> list[LaunchSpec]:
-        return [] if self.docs else [copied(to, source, *slots)]
+        return [] if self.n_docs else [copied(to, source, *slots)]
 
     def without_tokens(self, launches: list[LaunchSpec], first: Sequence[LaunchSpec]) -> list[LaunchSpec]:
         """The forward pass of a shard without tokens: `first` writes its transition, which changes no state."""
         if not self.scanned:
             last = copied("@final", "@initial") if self.initial else zeroed("@final")
-            return [*launches, *([last] if self.ends else [])]
-        given = [copied("@states", "@initial", 0)] if self.initial and not self.docs else []
-        left = [copied("@final", "@states", None, -1)] if self.ends else []
+            return [*launches, *([last] if self.returns_final else [])]
+        given = [copied("@states", "@initial", 0)] if self.initial and not self.n_docs else []
+        left = [copied("@final", "@states", None, -1)] if self.returns_final else []
         return [*first, *given, *launches, *left]
 
     def backward_without_tokens(
@@ -260,7 +265,7 @@ class LaunchPlan(ABC):
         if not self.scanned:
             last = copied("@dinitial", "@dfinal") if dfinal else zeroed("@dinitial")
             return [*launches, *([last] if dinitial else [])]
-        given = [copied("@dstates", "@dfinal", -1)] if dfinal and not self.docs else []
+        given = [copied("@dstates", "@dfinal", -1)] if dfinal and not self.n_docs else []
         left = [copied("@dinitial", "@dstates", None, 0)] if dinitial else []
         return [*first, *given, *launches, *left]
 
@@ -280,7 +285,7 @@ class SegmentedPlan(LaunchPlan):
 
     @property
     def cut(self) -> str | None:
-        return "@cut" if self.docs else None
+        return "@cut" if self.n_docs else None
 
     @abstractmethod
     def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
@@ -291,7 +296,7 @@ class SegmentedPlan(LaunchPlan):
         """The outputs, and states of documents."""
 
     @abstractmethod
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         """The same backward, with gradients of documents' final states, `last`."""
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -312,13 +317,13 @@ class SegmentedPlan(LaunchPlan):
         return [
             Buffer("@states", role, _F32, shape),
             Buffer("@dstates", Role.SCRATCH, _F32, shape),
-            *([Buffer("@cut", Role.SAVED, torch.int32, (self.B, self.n_seg))] if self.docs else []),
+            *([Buffer("@cut", Role.SAVED, torch.int32, (self.B, self.n_seg))] if self.n_docs else []),
         ]
 
     def forward(self) -> list[LaunchSpec]:
-        given, final = "@initial" if self.initial else None, "@final" if self.ends else None
+        given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
         return [
-            *self.summarize(self.in_walk(given), zero=self.docs > 0 or not self.initial),
+            *self.summarize(self.in_walk(given), zero=self.n_docs > 0 or not self.initial),
             *([] if self.n_chunks else [zeroed("@states", *named(self.carried))]),
             *(self.copied_unless_packed("@states", "@initial", slots=(0, None)) if given else []),
             scan("@states", self.carried, self.cut, reverse=False),
@@ -329,7 +334,7 @@ class SegmentedPlan(LaunchPlan):
     def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
         last, to = self.in_walk("@dfinal" if dfinal else None), self.in_walk("@dinitial" if dinitial else None)
         return [
-            *self.collect(last, zero=self.docs > 0 or not dfinal),
+            *self.summarize_backward(last, zero=self.n_docs > 0 or not dfinal),
             *([] if self.n_chunks else [zeroed("@dstates", *self.sums(wanted))]),
             *(self.copied_unless_packed("@dstates", "@dfinal", slots=(self.n_seg, None)) if dfinal else []),
             *self.before_scan(last, wanted),

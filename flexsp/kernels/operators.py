@@ -44,14 +44,14 @@ _COLUMNS = 5  # of a table of chunks
 
 
 class Asked(NamedTuple):
-    """A call. `docs`: packed documents, 0 if not packed; their boundaries are not kept for the backward pass.
+    """A call. `n_docs`: packed documents, 0 if not packed; their boundaries are not kept for the backward pass.
     `scale`: the factor on queries. `want_final`: final states are wanted, and leave on this rank. `filled`: what is
     kept for the backward pass has zeros where nothing is written."""
 
     tensors: list[torch.Tensor]
     initial: Optional
     cu_seqlens: Optional
-    docs: int
+    n_docs: int
     scale: float
     want_final: bool
     group: SequenceParallel | None
@@ -137,12 +137,12 @@ class _OfManySizes:
                 initial, cu_seqlens = (
                     None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others
                 )  # fmt: skip
-                docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-                call = asked._replace(tensors=tensors, initial=initial, cu_seqlens=cu_seqlens, docs=docs)
+                n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+                call = asked._replace(tensors=tensors, initial=initial, cu_seqlens=cu_seqlens, n_docs=n_docs)
                 return self.inner.like_forward(call)
 
         o, final, saved, table = run_in_clean_thread(first.device, now)
-        states = asked.docs if asked.cu_seqlens is not None else first.shape[0] if axes > 1 else 1
+        states = asked.n_docs if asked.cu_seqlens is not None else first.shape[0] if axes > 1 else 1
         return (
             first.new_empty((*first.shape[:axes], *o.shape[axes:]), dtype=o.dtype),
             first.new_empty((states, *final.shape[1:]) if asked.want_final else 0, dtype=final.dtype),
@@ -218,8 +218,8 @@ def gradients(
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-def _asked(tensors, initial, cu_seqlens, docs, scale, want_final, sp) -> Asked:  # type: ignore[no-untyped-def]
-    return Asked(tensors, initial, cu_seqlens, docs, scale, want_final, get_sp(sp) if sp >= 0 else None)
+def _asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, sp) -> Asked:  # type: ignore[no-untyped-def]
+    return Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, get_sp(sp) if sp >= 0 else None)
 
 
 def _docs(cu_seqlens: Optional) -> int:
@@ -244,12 +244,12 @@ def _fake_forward(key, tensors, initial, cu_seqlens, scale, want_final, order=No
 
 
 def _backward(  # type: ignore[no-untyped-def]
-    key, tensors, initial, saved, table, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
+    key, tensors, initial, saved, table, do, dfinal, n_docs, scale, want_final, wanted, want_dinitial,
     order=None, sp=-1,
 ):  # fmt: skip
     """Gradients of the tensors and of the initial states, empty unless wanted."""
     first_only_inside(*_refusal(key), do, dfinal)
-    asked, kept = _asked(tensors, initial, None, docs, scale, want_final, sp), (saved, table)
+    asked, kept = _asked(tensors, initial, None, n_docs, scale, want_final, sp), (saved, table)
     grads, dinitial = _operation(key).backward(asked, kept, do, dfinal, wanted, want_dinitial)
     found = []
     for x, dx, wants in zip(tensors, grads, wanted, strict=True):
@@ -259,7 +259,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    key, tensors, initial, saved, table, do, dfinal, docs, scale, want_final, wanted, want_dinitial,
+    key, tensors, initial, saved, table, do, dfinal, n_docs, scale, want_final, wanted, want_dinitial,
     order=None, sp=-1,
 ):  # fmt: skip
     found = [x.new_empty(x.shape if wants else 0) for x, wants in zip(tensors, wanted, strict=True)]
@@ -297,7 +297,7 @@ def serve(tensors: int) -> None:
     """Defines the operator for backward passes of calls with so many tensors."""
     with _defining:
         if tensors not in _backwards:
-            inputs = f"{_INPUTS}, {_KEPT}, SymInt docs, {_ASKED}, bool[] wanted, bool want_dinitial"
+            inputs = f"{_INPUTS}, {_KEPT}, SymInt n_docs, {_ASKED}, bool[] wanted, bool want_dinitial"
             _backwards[tensors] = _define(f"backward_{tensors}", inputs, tensors + 1, _backward, _fake_backward)
 
 
@@ -332,11 +332,11 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, direct, asked, anchor, initial, cu_seqlens, *tensors):  # type: ignore[no-untyped-def]
-        key, sp, docs, scale, want_final = asked
+        key, sp, n_docs, scale, want_final = asked
         if direct is None:
             given = key, list(tensors), initial, cu_seqlens, scale, want_final
             o, final, saved, table = _call(_forwards, sp, *given)
-            table = table if docs else None
+            table = table if n_docs else None
             final = final if want_final else None
         else:
             executable, table = direct
@@ -353,7 +353,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do, dfinal):  # type: ignore[no-untyped-def]
-        key, sp, docs, scale, want_final = ctx.asked
+        key, sp, n_docs, scale, want_final = ctx.asked
         refusal = _refusal(key) if ctx.executable is None else (ctx.executable.plan.name, IN_PYTORCH)
         first_only(*refusal)  # before a checkpoint computes anything again
         untransformed(*refusal, do, dfinal)
@@ -371,7 +371,7 @@ class _Function(torch.autograd.Function):
                 do, dfinal = [x if x is None else x.resolve_neg() for x in (do, dfinal)]
                 grads, dinitial = gradients(executable, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
             else:
-                given = key, tensors, initial, *kept, do, dfinal, docs, scale, want_final, wanted, want_dinitial
+                given = key, tensors, initial, *kept, do, dfinal, n_docs, scale, want_final, wanted, want_dinitial
                 *grads, dinitial = _call(_backwards[len(tensors)], sp, *given)
         grads = [dx if wants else None for dx, wants in zip(grads, wanted, strict=True)]
         return None, None, None, dinitial if want_dinitial else None, None, *grads
@@ -426,5 +426,5 @@ def run(
     if not backward:
         return executable.run_forward(tensors, initial, table)[:2]
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
-    asked = key, sp_id, plan.docs, scale, plan.ends
+    asked = key, sp_id, plan.n_docs, scale, plan.returns_final
     return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)

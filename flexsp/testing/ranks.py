@@ -252,7 +252,7 @@ _fork_ranks(channel)
 
 # What each rank would import itself. Deterministic algorithms, which fill fresh memory with NaN, import inductor.
 _FOR_KERNELS = (
-    "flexsp.compiler.backend.generated_kernels", "flexsp.kernels.delta.calls", "flexsp.kernels.diagonal.launches",
+    "flexsp.compiler.backend.generated_kernels", "flexsp.kernels.delta.calls", "flexsp.kernels.diagonal.diagonal_plan",
     "flexsp.scan.propagate", "torch._inductor.config",
 )  # fmt: skip
 

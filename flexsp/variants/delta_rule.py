@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.planning.launches import GeneratedPlan
+    from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.compiler.planning.lowering import TensorSpec
     from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launch_plan import LaunchPlan
@@ -33,7 +33,8 @@ class _DeltaRule(Lowering):
     name = "delta_rule"
 
     def plan(
-        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, n_docs: int, returns_final: bool,
+        sp: SequenceParallel | None,
     ) -> LaunchPlan | None:  # fmt: skip
         from flexsp.kernels.delta.calls import launch_plan_of
 
@@ -41,11 +42,13 @@ class _DeltaRule(Lowering):
         if not _runs(code, looks, given.device):
             return None
         beta, gate = _names(code)
-        if given.every("q") > 1 and gate is not None and len(given.shapes[gate]) == 3:
+        if given.tokens_per_row("q") > 1 and gate is not None and len(given.shapes[gate]) == 3:
             return None  # kernels for gates of channels have a token's key, query and gate in one row
-        text, scale = code.program.call_text(given.dtype, docs > 0), code.program.meta.numbers["scale"]
+        text, scale = code.program.call_text(given.dtype, n_docs > 0), code.program.meta.numbers["scale"]
         chained = sp is not None and sp.world_size > 1
-        return launch_plan_of(given, beta, gate, scale, initial, docs, ends, chained, text, code.program.merge.name)
+        return launch_plan_of(
+            given, beta, gate, scale, initial, n_docs, returns_final, chained, text, code.program.merge.name
+        )
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         beta, gate = _names(code)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
-    from flexsp.compiler.planning.launches import GeneratedPlan
+    from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
     from flexsp.kernels.launch_plan import LaunchPlan
 
@@ -45,10 +45,11 @@ class _ScalarDecay(Lowering):
     name = "scalar_decay"
 
     def plan(
-        self, code: Generated, given: CallSpec, initial: bool, docs: int, ends: bool, sp: SequenceParallel | None
+        self, code: Generated, given: CallSpec, initial: bool, n_docs: int, returns_final: bool,
+        sp: SequenceParallel | None,
     ) -> LaunchPlan | None:  # fmt: skip
         from flexsp.devices import of_device
-        from flexsp.kernels.diagonal.launches import DiagonalPlan
+        from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
         from flexsp.kernels.diagonal.plan import plan_of
         from flexsp.kernels.engine import first_in_backward_chain
 
@@ -56,10 +57,10 @@ class _ScalarDecay(Lowering):
         if not self.serves(code, looks):
             return None
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
-        tiling = plan_of(given.dtype, given.B, given.T, given.H, K, V, docs, of_device(given.device))
-        program, early = code.program, first_in_backward_chain(sp)
-        text, scale = program.call_text(given.dtype, docs > 0), program.meta.numbers["scale"]
-        return DiagonalPlan(tiling, given.dtype, _gate(program), scale, initial, ends, early, text)
+        tiling = plan_of(given.dtype, given.B, given.T, given.H, K, V, n_docs, of_device(given.device))
+        program, dq_first = code.program, first_in_backward_chain(sp)
+        text, scale = program.call_text(given.dtype, n_docs > 0), program.meta.numbers["scale"]
+        return DiagonalPlan(tiling, given.dtype, _gate(program), scale, initial, returns_final, dq_first, text)
 
     def in_pytorch(
         self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,

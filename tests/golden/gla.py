@@ -131,7 +131,7 @@ def summarize(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def collect(
+def summarize_backward(
     do_ptr, gates_cumsum_ptr, gated_7_ptr, states, boundary, table, do_sb, do_st, do_sh, T, H, n_seg, n_chunks,
     per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
@@ -257,7 +257,7 @@ def output(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def states(
+def chunk_states(
     v_ptr, gated_6_ptr, gates_cumsum_ptr, states, boundary, chunk_states, table, v_sb, v_st, v_sh, T, H, n_seg,
     n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
@@ -305,7 +305,7 @@ def states(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def back(
+def output_backward(
     do_ptr, gated_7_ptr, gates_cumsum_ptr, states, boundary, left, chunk_states, table, do_sb, do_st, do_sh, T, H,
     n_seg, n_chunks, per_seg,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,

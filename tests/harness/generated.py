@@ -19,7 +19,7 @@ from tests import variants
 from tests.harness.interpreted import INTERPRETED, in_pieces, poisoned
 
 ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
-KERNELS = {"output", "states", "back", "grads"}
+KERNELS = {"output", "chunk_states", "output_backward", "grads"}
 Tensors = dict[str, torch.Tensor]
 Cotangents = list[tuple[torch.Tensor, ...]]  # of outputs and final states
 

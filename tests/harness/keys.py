@@ -214,7 +214,7 @@ def inverse_of_alike(
 ) -> tuple[float, float, int]:  # fmt: skip
     """Of a chunk of KDA without decays, whose keys have much in common: the error of its inverse, and that of one
     rounded; and how many numbers above the diagonal are not zero."""
-    from flexsp.kernels.delta import channels, hopper_channels, hopper_prepare
+    from flexsp.kernels.delta import channels, hopper_channels, hopper_wy_transform
     from flexsp.kernels.primitives import dots
 
     C, draw, half = 64, torch.Generator().manual_seed(seed), torch.bfloat16
@@ -222,20 +222,20 @@ def inverse_of_alike(
     k, beta = k.to(device, half), torch.sigmoid(torch.randn(C, generator=draw) + 4).to(device, half)
     square = torch.full((2, C, C), torch.nan, dtype=half, device=device)
     rows, numbers = torch.empty(3, C, K, dtype=half, device=device), torch.empty(K, device=device)
-    mild = torch.zeros(8, dtype=torch.int32, device=device)
+    small_gates = torch.zeros(8, dtype=torch.int32, device=device)
     inputs = k, k, torch.zeros(C, K, device=device), beta
     strides = *(C * K, K, K) * 3, C, 1, 1
     sizes = {"K": K, "C": C, "GROWTH": False, "PACKED": False, "GROUP": 1, "PDL": False}
     if gluon:
-        made = *square, *rows, numbers, mild, k, k
+        made = *square, *rows, numbers, small_gates, k, k
         hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, num_warps=4, maxnreg=168)
-        hopper_prepare.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
-        assert mild[0].item() == 1
+        hopper_wy_transform.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
+        assert small_gates[0].item() == 1
     else:
         blocks = torch.empty(channels.matrices(C), C, C, dtype=half, device=device)
         channels.channel_blocks[(len(blocks),)](blocks, C=C, PDL=False)
-        made = blocks, *square, *rows, numbers, mild, k, k, k
-        sizes |= {"COLS": 32, "STRONG": False} | dots(half)
+        made = blocks, *square, *rows, numbers, small_gates, k, k, k
+        sizes |= {"COLS": 32, "LARGE_ONLY": False} | dots(half)
         channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes)
         channels.channel_inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False)
     k, beta = k.double(), beta.double()

@@ -14,7 +14,7 @@ from flexsp.compiler.backend.emit import Emitter
 from flexsp.compiler.backend.pieces import InPieces
 from flexsp.compiler.backend.places import Place, matrix, places
 from flexsp.compiler.frontend.meta import Extent, Part
-from flexsp.compiler.graphs.differentiate import Saved
+from flexsp.compiler.graphs.differentiate import ChunkTensor
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable, Value, block, is_state
 
@@ -38,7 +38,7 @@ class Layout:
     sizes: tuple[str, ...]
     tokens: dict[str, tuple[str, ...]]
     params: dict[str, tuple[str, ...]]
-    kept: dict[str, Saved]
+    kept: dict[str, ChunkTensor]
     parts: tuple[Part, ...] = ()
 
     @property
@@ -202,7 +202,7 @@ def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter,
     return emitter.let(name, Value(text, sizes, frozenset({0, 1}), raw=True))
 
 
-def _load_kept(kept: Saved, body: Body, emitter: Emitter) -> Value:
+def _load_kept(kept: ChunkTensor, body: Body, emitter: Emitter) -> Value:
     name, sizes, gates = kept.name, kept.dims, kept.running
     if name not in body.kept:
         body.kept.append(name)
@@ -296,7 +296,7 @@ def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], bo
     return f"store_{'columns' if x.is_transposed else 'rows'}({base}, {text}, H * {n}, length, {cols})"
 
 
-def store_kept(emitter: Emitter, kept: Saved, x: Value, body: Body) -> str:
+def store_kept(emitter: Emitter, kept: ChunkTensor, x: Value, body: Body) -> str:
     name, sizes = kept.name, kept.dims
     if sizes[:1] != ("C",) and len(sizes) == 2:
         n, m = sizes

@@ -230,11 +230,12 @@ class _Derivation:
         maxima = self.program.transition == "max-plus"  # what passes depends on the state
         carried = ["shift"] if maxima else [f"A{name[1:]}" for name in states] if decays else []
         wanted["summarize"] = ([[*states, *carried]], kept)
-        wanted["collect"] = ([[*before, *(["A"] if maxima else [])]], kept)
-        wanted |= {"output": ([["o", *states]], kept), "states": ([states], kept), "back": ([before], kept)}
+        wanted["summarize_backward"] = ([[*before, *(["A"] if maxima else [])]], kept)
+        wanted |= {"output": ([["o", *states]], kept), "chunk_states": ([states], kept)}
+        wanted["output_backward"] = ([before], kept)
         wanted["grads"] = (self.parts, [*kept, *of_stages])
         if self.small:
-            wanted["gather"] = ([self.small], [*kept, *of_stages, *self.sums])
+            wanted["reduce_gate_grads"] = ([self.small], [*kept, *of_stages, *self.sums])
         made = {
             kind: make_kernel(step, self.layout, kind, parts, given, self.program.transition, self.pieces)
             for kind, (parts, given) in wanted.items()

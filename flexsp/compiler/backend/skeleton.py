@@ -1,8 +1,9 @@
 """Stage 5b: the kernels around emitted code: the tile of each program, its loads, loops and stores.
 
-`summarize`, `output`, `states`, `collect` and `back` are walks (`walks`). The other kinds are chunkwise, one chunk a
-program: `prepare0`, ..., `adjoint0`, ..., `grads` and `gather` (`stages`). Forward: prepare, summarize, (rank scan),
-output. Backward: collect, (rank scan), states, back, adjoint, grads, gather.
+`summarize`, `output`, `chunk_states`, `summarize_backward` and `output_backward` are walks (`walks`). The other kinds
+are chunkwise, one chunk a program: `prepare0`, ..., `adjoint0`, ..., `grads` and `reduce_gate_grads` (`stages`).
+Forward: prepare, summarize, (rank scan), output. Backward: summarize_backward, (rank scan), chunk_states,
+output_backward, adjoint, grads, reduce_gate_grads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stage 5b: walks, kernels that go over a segment's chunks with the state or its gradient in registers.
 
-`summarize`, `output` and `states` go from left to right with the state, `collect` and `back` from right to left with
-its gradient.
+`summarize`, `output` and `chunk_states` go from left to right with the state, `summarize_backward` and
+`output_backward` from right to left with its gradient.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 # Walks that hold the state transposed, so that products read it from registers.
 FLIPPED = ("output",)
-HELD = {"summarize": "S", "output": "S", "states": "S", "collect": "dS", "back": "dS"}
+HELD = {"summarize": "S", "output": "S", "chunk_states": "S", "summarize_backward": "dS", "output_backward": "dS"}
 """What each walk holds: the state or its gradient."""
 WALKS = tuple(HELD)
-_KEEPS = ("states", "back")  # walks that store the state, or its gradient, of every chunk
+_KEEPS = ("chunk_states", "output_backward")  # walks that store the state, or its gradient, of every chunk
 
 
 def make_walk(
@@ -79,7 +79,7 @@ def make_walk(
         ones, stored = horizon.lines, horizon.stored if decays else []
     after += factors
     at = "((b * (n_seg + 1) + seg + {}).to(tl.int64) * H + h) * " + elements(layout.matrix)
-    ends = kind in ("summarize", "collect")
+    ends = kind in ("summarize", "summarize_backward")
     lines = [
         "begin(PDL)", f"v0 = tl.program_id(0) * B{V}", "seg = tl.program_id(2)", *setup(body),
         "c0 = seg * per_seg", "c1 = tl.minimum(c0 + per_seg, n_chunks)",
@@ -100,7 +100,7 @@ def make_walk(
     last = []
     if ends:
         last += [x.store(f"states + {at.format(int(not reverse))}", f"{state}{x.suffix}") for x in held]
-    elif kind in ("output", "back"):
+    elif kind in ("output", "output_backward"):
         last += ["if LEAVES:", "    if not PACKED:", f"        if seg == {'0' if reverse else 'n_seg - 1'}:"]
         last += [
             f"            {x.store(f'left + row * {elements(layout.matrix)}', state + x.suffix)}" for x in held
@@ -201,7 +201,7 @@ def make_horizon(
     None where the decay of a chunk is not a number or a row in memory: finding it out costs as much as the walk.
     """
     layout = body.layout
-    if kind not in ("summarize", "collect") or layout.parts:
+    if kind not in ("summarize", "summarize_backward") or layout.parts:
         return None
     graph, found = cut(step, ["A"], given, join=True)
     trial = Body(layout, body.panels)
@@ -214,7 +214,7 @@ def make_horizon(
             whole = [x for x in trial.kept if x not in trial.by_row and layout.kept[x].dims[:1] == ("C",)]
             if trial.tokens or trial.entering or whole:
                 return None
-    rows, a, reverse = layout.state[0], results["A"], kind == "collect"
+    rows, a, reverse = layout.state[0], results["A"], kind == "summarize_backward"
     index(rows, body)
     factor, every = _per_row(emitter, a, layout), bool(a.sizes)
     reads_in_memory(body, emitter)
@@ -240,10 +240,10 @@ def _walk_start(
     kind: str, state: str, entry: str, held: Sequence[Place], layout: Layout, maxima: bool = False
 ) -> list[str]:  # fmt: skip
     """The state that a walk begins with: 0 for sums over a segment, -inf for `maxima`. If nothing precedes the segment,
-    `summarize` and `collect` store it for the scan."""
+    `summarize` and `summarize_backward` store it for the scan."""
     given = f"boundary + row * {elements(layout.matrix)}"
     names = {x: f"{state}{x.suffix}" for x in held}
-    if kind in ("summarize", "collect"):
+    if kind in ("summarize", "summarize_backward"):
         edge = [f"edge{x.suffix} = {x.zeros}" for x in held]
         edge += ["if BOUNDARY:", "    if not PACKED:"]
         edge += [f"        edge{x.suffix} = {x.load(given)}" for x in held]
@@ -260,12 +260,12 @@ def _walk_start(
 
 
 def _walk_header(kind: str, body: Body, writes: Sequence[str], carries: Sequence[str], cuts: bool) -> str:
-    leaves = kind in ("output", "back")
+    leaves = kind in ("output", "output_backward")
     pointers = [f"{x}_ptr" for x in (*body.tokens, *body.kept, *body.params, *writes)]
     pointers += [*(["exact"] if body.exact else []), "states", "boundary"]
     pointers += [*(["left"] if leaves else []), *(["chunk_states"] if kind in _KEEPS else [])]
     pointers += [*carries, *(["cut"] if cuts else []), *(["entering"] if body.entering else []), "table"]
-    ends = kind in ("summarize", "collect")
+    ends = kind in ("summarize", "summarize_backward")
     flags = ["BOUNDARY", *([] if ends else ["ENTERS"]), *(["LEAVES"] if leaves else [])]
     flags += ["EXACT_C"] if body.exact else []
     name = f"exact_{kind}" if body.exact else kind
@@ -347,7 +347,7 @@ def _at_ends(kind: str, state: str, held: Collection[Place], layout: Layout) -> 
     names = {x: f"{state}{x.suffix}" for x in held}
     lines = []
     left = f"left + (doc * H + h).to(tl.int64) * {elements(layout.matrix)}"
-    if kind in ("output", "back"):
+    if kind in ("output", "output_backward"):
         lines += ["if PACKED:", "    if LEAVES:", f"        if {'last' if kind == 'output' else 'first'}:"]
         lines += [f"            {x.store(left, names[x])}" for x in held]
     if state == "dS":

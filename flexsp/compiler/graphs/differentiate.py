@@ -76,7 +76,7 @@ class Intrinsic:
 
 
 @dataclass(frozen=True)
-class Saved:
+class ChunkTensor:
     """A value of every chunk that one kernel stores and others load.
 
     Attributes:
@@ -90,7 +90,7 @@ class Saved:
             "operand": another operand of a product in a dense walk;
             "argument", "result": of an intrinsic;
             "exponents": the argument of scores that is made of running gates;
-            "sum": a sum that `gather` reads.
+            "sum": a sum that `reduce_gate_grads` reads.
         wide: whether it is fp32 for all inputs; else it has their dtype.
     """
 
@@ -131,7 +131,7 @@ class Step:
     tokens: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
-    kept: dict[str, Saved]
+    kept: dict[str, ChunkTensor]
     intrinsics: tuple[Intrinsic, ...]
     condition: str
 
@@ -403,10 +403,10 @@ class _Keeper:
         self.levels: dict[Any, int] = {}
         self.grad_levels: dict[Any, int] = {}
 
-    def kept(self) -> dict[str, Saved]:
+    def kept(self) -> dict[str, ChunkTensor]:
         """What `run` found."""
         return {
-            name: Saved(name, dims(node), self.roles[name], name in self.wide or len(dims(node)) < 2)
+            name: ChunkTensor(name, dims(node), self.roles[name], name in self.wide or len(dims(node)) < 2)
             for name, node in self.found.items()
         }
 

@@ -1,8 +1,8 @@
 """Stage 3b: the list of chunkwise kernels, with what each writes and reads.
 
 Before the walks: `prepare0`, `prepare1`, ... around the intrinsics. After them: `adjoint0`, ... around the gradients of
-intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and `gather`,
-which makes the gradients of one axis from sums that the parts leave.
+intrinsics, then `grads` in parts, one for each gradient of two axes, so that a part holds few tiles, and
+`reduce_gate_grads`, which makes the gradients of one axis from sums that the parts leave.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from flexsp.compiler.graphs.differentiate import Intrinsic, Saved, Step
+from flexsp.compiler.graphs.differentiate import ChunkTensor, Intrinsic, Step
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import OURS, is_state
 
@@ -87,7 +87,7 @@ def _grad_levels(step: Step) -> dict[str, int]:
 def split_gradients(
     step: Step, outputs: Sequence[str], given: Iterable[str]
 ) -> tuple[Step, list[list[str]], list[str], list[str]]:
-    """(the step with sums as outputs, outputs of each part, outputs of `gather`, names of the sums)."""
+    """(the step with sums as outputs, outputs of each part, outputs of `reduce_gate_grads`, names of the sums)."""
     named = _named(step)
     large = [name for name in outputs if len(dims(named[name])) == 2]
     small = [name for name in outputs if name not in large]
@@ -107,7 +107,7 @@ def split_gradients(
         best = min(range(len(parts)), key=lambda i: _cost(mine - needs[i]))
         parts[best].append(f"keep_{name}")
         needs[best] |= mine
-    kept = {name: Saved(name, dims(node), "sum", len(dims(node)) < 2) for name, node in sums.items()}
+    kept = {name: ChunkTensor(name, dims(node), "sum", len(dims(node)) < 2) for name, node in sums.items()}
     new = replace(
         step, graph=graph, outputs=(*step.outputs, *(f"keep_{name}" for name in sums)), kept=step.kept | kept
     )

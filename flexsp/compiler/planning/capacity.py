@@ -197,10 +197,10 @@ def _of_groups(
         turned = flipped and not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
         inside = min(_SCRATCH // 2 if turned else _SCRATCH, state) if flipped or kind != "output" else 0
         inside = state if flipped and large else inside
-        if kind != "states" and not flipped and any(x.target is aten.sum.dim_IntList for x in nodes):
+        if kind != "chunk_states" and not flipped and any(x.target is aten.sum.dim_IntList for x in nodes):
             inside = state  # a decay that is summed here comes in another layout than the state it multiplies
         shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
-        shared = max(shared, 0 if kind == "states" or flipped else state)
+        shared = max(shared, 0 if kind == "chunk_states" or flipped else state)
     else:
         least = _operands(nodes, tiles, walks, flipped, ahead=0) if C >= 64 and tiles.item == 2 else 0
         shared = max(shared, _stored(nodes, tiles)) + (_ROUNDS if tiles.loop[1] >= 0 else 0)

@@ -13,7 +13,7 @@ import torch
 from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.kernels.launch_plan import LaunchPlan
-from flexsp.kernels.launches import Launch, LaunchSpec
+from flexsp.kernels.launch_spec import Launch, LaunchSpec
 
 __all__ = ["ExactSegments"]
 
@@ -56,7 +56,7 @@ class ExactSegments(LaunchPlan):
         """Which segments are done again."""
         if not self.rounds:
             return []
-        from flexsp.kernels.delta.exact_launches import choose
+        from flexsp.kernels.delta.exact_plan import choose
 
         return [choose(self)]
 
@@ -81,7 +81,7 @@ class ExactSegments(LaunchPlan):
         """All gradients of inputs, of chunks that are done again."""
         if not self.rounds:
             return []
-        others = ["@exact", "@scratch", "@entering", "@leaving", "@table" if self.docs else None]
+        others = ["@exact", "@scratch", "@entering", "@leaving", "@table" if self.n_docs else None]
         grid = self._programs(), self.B * self.H, 1
         reads = "@entering", "@leaving"
         return [self.of_tokens(f"{EXACT}grads", self._of_grads(), grid, others, reads, ("@scratch",), {})]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS, Generated
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.lowering import Lowering
 from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.plan import candidates, choose_plan
@@ -38,14 +38,14 @@ def kernels_of(code: Generated) -> list[str]:
 
 def describe(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
-    docs: int = 0, ranks: bool = False, device: Device | None = None,
+    n_docs: int = 0, ranks: bool = False, device: Device | None = None,
 ) -> list[str]:  # fmt: skip
     """Lines on the plan of one call: schedule, chunk size and tiles with their reasons, then every launch.
 
     Args:
         sizes: the state's and the inputs' sizes by name, as {"K": 128, "V": 128}.
         heads: B * H; T is this rank's tokens.
-        docs: packed documents, 0 if not packed.
+        n_docs: packed documents, 0 if not packed.
         ranks: the call is chained over ranks.
         device: the GPU; None for the one that is there, else the one that is planned for.
 
@@ -53,19 +53,19 @@ def describe(
         NotEmittable, ValueError: no kernels are made for these sizes, or for this chunk size.
     """
     device = device or of_device()
-    plan = choose_plan(code, sizes, heads, T, docs, dtype, ranks, device)
+    plan = choose_plan(code, sizes, heads, T, n_docs, dtype, ranks, device)
     name = str(dtype).removeprefix("torch.")
     given = ", ".join(f"{key} = {n}" for key, n in sizes.items())
-    packed = f", {docs} packed documents" if docs else ""
+    packed = f", {n_docs} packed documents" if n_docs else ""
     lines = [f"plan for B * H = {heads}, T = {T}, {given}, {name}{packed}{', over ranks' if ranks else ''}:"]
-    call = GeneratedPlan(code, plan, sizes, 1, heads, T, docs, dtype)
+    call = GeneratedPlan(code, plan, sizes, 1, heads, T, n_docs, dtype)
     for x in code.program.lowerings if call.lowering is None else ():
         lines.append(f"    generated kernels alone, not those of {x.name}: {x.refuses(call)}")
-    found = candidates(code, sizes, heads, T, docs, dtype, ranks, device)
+    found = candidates(code, sizes, heads, T, n_docs, dtype, ranks, device)
     lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found, device)]
     totals: list[Predicted] = []
     for backward in (False, True):
-        rows = predict(code, plan, sizes, heads, T, dtype, docs=docs, backward=backward, device=device)
+        rows = predict(code, plan, sizes, heads, T, dtype, n_docs=n_docs, backward=backward, device=device)
         lines += [f"    {line}" for line in _table("backward" if backward else "forward", rows)]
         totals += rows
     lines.append(f"    {_line('forward + backward', '', totals)}")

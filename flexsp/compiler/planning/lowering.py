@@ -9,13 +9,13 @@ import torch
 
 from flexsp.exceptions import fail
 from flexsp.kernels.launch_plan import Buffer, LaunchPlan
-from flexsp.kernels.launches import LaunchSpec
+from flexsp.kernels.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.frontend.program import Program
-    from flexsp.compiler.planning.launches import GeneratedPlan
+    from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
 
 __all__ = ["TensorSpec", "Lowering", "in_order", "replaced"]
@@ -28,7 +28,7 @@ class Lowering:
     """How an engine of hand-written kernels runs the calls of a program.
 
     It plans a whole call (`plan`), or replaces launches of a generated call (`forward`, `backward`,
-    `buffers`). A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.launches.GeneratedPlan`); a
+    `buffers`). A generated call is a list of `LaunchSpec` (`flexsp.compiler.planning.generated_plan.GeneratedPlan`); a
     lowering gets that list and returns the list that runs. Memory, packed documents, ranks, autograd, torch.compile,
     compilation ahead of time and the cost model use the returned list. Subclass it, and give an instance to the
     variants that it runs: ``LinearAttention(..., lowerings=[...])``.

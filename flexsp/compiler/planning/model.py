@@ -21,9 +21,9 @@ from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.planning.capacity import Load, intrinsic_load, part_load
-from flexsp.compiler.planning.launches import GeneratedPlan, Tiling
+from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.devices import REGISTERS, Device, of_device
-from flexsp.kernels.launches import PROPAGATE, Launch, LaunchSpec
+from flexsp.kernels.launch_spec import PROPAGATE, Launch, LaunchSpec
 from flexsp.runtime.kept import keep_with
 
 __all__ = ["Predicted", "predict", "tiles_of"]
@@ -65,16 +65,16 @@ class Predicted:
 
 def predict(
     code: Generated, plan: Tiling, sizes: Mapping[str, int], heads: int, T: int, dtype: torch.dtype,
-    *, docs: int = 0, backward: bool = False, device: Device | None = None,
+    *, n_docs: int = 0, backward: bool = False, device: Device | None = None,
 ) -> list[Predicted]:  # fmt: skip
     """The launches of the forward, or of the backward, of one call.
 
     Args:
         sizes: by name; `heads` is B * H, T tokens of this rank.
-        docs: packed documents, 0 if not packed. Final states are written, initial ones not given.
+        n_docs: packed documents, 0 if not packed. Final states are written, initial ones not given.
         device: the GPU; None for the one that is there, else the one that is planned for.
     """
-    call = GeneratedPlan(code, plan, sizes, 1, heads, T, docs, dtype)
+    call = GeneratedPlan(code, plan, sizes, 1, heads, T, n_docs, dtype)
     launches = call.backward(False, False) if backward else call.forward()
     # What ranks send each other is not counted, so the scan of a dense transition has nothing to count.
     # Nor are kernels that return at once, where no segment is done again.

@@ -20,11 +20,11 @@ from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
-from flexsp.compiler.planning.launches import Tiling
+from flexsp.compiler.planning.generated_plan import Tiling
 from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
-from flexsp.kernels.launches import Launch
+from flexsp.kernels.launch_spec import Launch
 from flexsp.runtime.kept import keep_with
 from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
@@ -48,7 +48,7 @@ _WORTH = 0.8  # a chunk size is taken instead of the measured one if its predict
 
 
 def choose_plan(
-    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, n_docs: int, dtype: torch.dtype, ranks: bool = False,
     device: Device | None = None, chunk: int | None = None,
 ) -> Tiling:  # fmt: skip
     """The plan of a call of generated kernels, kept for calls like it.
@@ -63,7 +63,7 @@ def choose_plan(
         code: the kernels; its `chunk` is the chunk size, None to choose it.
         sizes: of the inputs and the state, by name.
         heads: B * H sequences of T tokens of this rank.
-        docs: packed documents, 0 if not packed.
+        n_docs: packed documents, 0 if not packed.
         ranks: the call is chained over ranks, so its summary is needed.
         device: the GPU; None for the one that is there, else the one that is planned for.
         chunk: a chunk size where the kernels have none.
@@ -73,7 +73,7 @@ def choose_plan(
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
     made, sized, chunk = code.sized(sizes), tuple(sizes.items()), code.chunk if chunk is None else chunk
-    return _best(made, chunk, sized, max(1, heads), T, docs, dtype, ranks, device or of_device())
+    return _best(made, chunk, sized, max(1, heads), T, n_docs, dtype, ranks, device or of_device())
 
 
 def refusal(
@@ -127,12 +127,12 @@ def _wrong_on_gpus(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype
 
 
 def candidates(
-    code: Generated, sizes: Mapping[str, int], heads: int, T: int, docs: int, dtype: torch.dtype, ranks: bool = False,
+    code: Generated, sizes: Mapping[str, int], heads: int, T: int, n_docs: int, dtype: torch.dtype, ranks: bool = False,
     device: Device | None = None,
 ) -> list[tuple[Tiling, float]]:  # fmt: skip
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
     made, sized = code.sized(sizes), tuple(sizes.items())
-    cut = _Cut.of(made, sized, max(1, heads), T, docs, dtype, ranks, device or of_device())
+    cut = _Cut.of(made, sized, max(1, heads), T, n_docs, dtype, ranks, device or of_device())
     return list(_candidates(cut, code.chunk, made))
 
 
@@ -145,7 +145,7 @@ class _Cut:
     sizes: tuple[tuple[str, int], ...]
     heads: int
     T: int
-    docs: int
+    n_docs: int
     dtype: torch.dtype
     dense: bool
     split: bool
@@ -157,13 +157,13 @@ class _Cut:
 
     @classmethod
     def of(
-        cls, code: Generated, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int, dtype: torch.dtype,
+        cls, code: Generated, sizes: tuple[tuple[str, int], ...], heads: int, T: int, n_docs: int, dtype: torch.dtype,
         ranks: bool, device: Device,
     ) -> _Cut:  # fmt: skip
         rows, cols = code.layout.rows, code.layout.cols
         tiles = sum(len(x.sizes) == 2 for x in code.layout.places()) or 1
         return cls(
-            rows, cols, sizes, heads, T, docs, code.products(dtype), code.dense, code.split, code.panels, code.pieces,
+            rows, cols, sizes, heads, T, n_docs, code.products(dtype), code.dense, code.split, code.panels, code.pieces,
             tiles, ranks, device,
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ class _Cut:
     def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Tiling:
         """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
-        n_chunks = -(-self.T // chunk) + self.docs
+        n_chunks = -(-self.T // chunk) + self.n_docs
         tiles = self.heads * -(-blocks[self.cols] // width)
         segments = max(1, min(n_chunks, max(-(-(programs or self.device.programs) // tiles), -(-n_chunks // _LONGEST))))
         per_seg = max(1, -(-n_chunks // (1 if whole or self.dense else segments)))
@@ -230,10 +230,10 @@ class _Cut:
 
 @keep_with(0)
 def _best(
-    code: Generated, chunk: int | None, sizes: tuple[tuple[str, int], ...], heads: int, T: int, docs: int,
+    code: Generated, chunk: int | None, sizes: tuple[tuple[str, int], ...], heads: int, T: int, n_docs: int,
     dtype: torch.dtype, ranks: bool, device: Device,
 ) -> Tiling:  # fmt: skip
-    cut = _Cut.of(code, sizes, heads, T, docs, dtype, ranks, device)
+    cut = _Cut.of(code, sizes, heads, T, n_docs, dtype, ranks, device)
     _refuse_large(cut, code)
     found = _candidates(cut, chunk, code)
     if not found:
@@ -306,7 +306,7 @@ def _part(cut: _Cut, plan: Tiling, code: Generated) -> Launch:
 def _launches(cut: _Cut, plan: Tiling, code: Generated) -> list[Predicted]:
     sizes = dict(cut.sizes)
     forward, backward = (
-        predict(code, plan, sizes, cut.heads, cut.T, cut.dtype, docs=cut.docs, backward=x, device=cut.device)
+        predict(code, plan, sizes, cut.heads, cut.T, cut.dtype, n_docs=cut.n_docs, backward=x, device=cut.device)
         for x in (False, True)
     )
     return forward + backward

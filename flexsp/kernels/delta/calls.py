@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flexsp.devices import of_device
-from flexsp.kernels.delta.channel_launches import ChannelPlan
-from flexsp.kernels.delta.launches import DeltaPlan
+from flexsp.kernels.delta.channel_plan import ChannelPlan
+from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.plan import plan_of
 from flexsp.kernels.executable import CallSpec
 from flexsp.runtime.triton_private import runs_gluon
@@ -15,8 +15,8 @@ __all__ = ["launch_plan_of"]
 
 
 def launch_plan_of(
-    given: CallSpec, beta: str, gate: str | None, scale: float, initial: bool, docs: int, ends: bool, chained: bool,
-    text: str, name: str,
+    given: CallSpec, beta: str, gate: str | None, scale: float, initial: bool, n_docs: int,
+    returns_final: bool, chained: bool, text: str, name: str,
 ) -> DeltaPlan:  # fmt: skip
     """The plan for inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaPlan`.
 
@@ -28,20 +28,20 @@ def launch_plan_of(
     K, V = given.shapes["q"][-1], given.shapes["v"][-1]
     by_channel = gate is not None and len(given.shapes[gate]) == 3
     tiling = plan_of(
-        given.dtype, given.B, given.T, given.H, K, V, docs, 0 if gate is None else K if by_channel else 1, chained,
-        of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1], given.every("q"),
+        given.dtype, given.B, given.T, given.H, K, V, n_docs, 0 if gate is None else K if by_channel else 1, chained,
+        of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1], given.tokens_per_row("q"),
     )  # fmt: skip
     kind: type[DeltaPlan] = ChannelPlan if by_channel else DeltaPlan
     if tiling.tiles.copies:
         kind = _in_gluon(by_channel)
         given.require_vectors("q", "k", "v")
     kinds = types[beta], torch.float32 if gate is None else types[gate]
-    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, ends, text, name)
+    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, returns_final, text, name)
 
 
 def _in_gluon(by_channel: bool) -> type[DeltaPlan]:
     """Not imported before: Gluon is not in all releases of Triton."""
-    from flexsp.kernels.delta.hopper_channel_launches import HopperChannelPlan
-    from flexsp.kernels.delta.hopper_launches import HopperPlan
+    from flexsp.kernels.delta.hopper_channel_plan import HopperChannelPlan
+    from flexsp.kernels.delta.hopper_plan import HopperPlan
 
     return HopperChannelPlan if by_channel else HopperPlan

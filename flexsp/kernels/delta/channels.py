@@ -11,11 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import load_numbers, store_gain, sum_over, unit_inverse
+from flexsp.kernels.delta.wy_transform import load_numbers, store_gain, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
-_LITTLE = tl.constexpr(80.0)  # log2: what such factors multiply neither overflows nor vanishes
+_SMALL = tl.constexpr(80.0)  # log2: what such factors multiply neither overflows nor vanishes
 _FEW = tl.constexpr(4)  # log2 of how many tokens the smaller blocks have that are tried
 _STEPS = tl.constexpr(1024.0)
 _ALL = tl.constexpr(4)  # matrices of `channel_blocks` before those of blocks
@@ -81,8 +81,8 @@ def _block(
     the chunk's start on; which: the matrix of blocks of 2^_FEW."""
     # Not in a branch: ARCHITECTURE.md, "Walks".
     x, rest = _summed(_ones(blocks, which, C), first, second, DOT, PREC)
-    wide = tl.sum(tl.sum((~(tl.abs(x) <= _LITTLE)).to(tl.int32), axis=1), axis=0)
-    wider = tl.sum(tl.sum((~((total >= -_LITTLE) & (total <= _LITTLE / 8))).to(tl.int32), axis=1), axis=0)
+    wide = tl.sum(tl.sum((~(tl.abs(x) <= _SMALL)).to(tl.int32), axis=1), axis=0)
+    wider = tl.sum(tl.sum((~((total >= -_SMALL) & (total <= _SMALL / 8))).to(tl.int32), axis=1), axis=0)
     return tl.where(wider == 0, LEVELS, tl.where(wide == 0, _FEW, 0))
 
 
@@ -149,9 +149,9 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, mild, growth, table, q_sb, q_st, q_sh, k_sb,
-    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, STRONG: tl.constexpr, GROWTH: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, small_gates, growth, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
+    C: tl.constexpr, LARGE_ONLY: tl.constexpr, GROWTH: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
@@ -160,8 +160,8 @@ def channel_scores(
     of G stands transposed above the diagonal: an inverse makes it larger where keys are alike.
 
     GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at most; a token does so by no more
-    than |1 - beta |k|^2|, and without bound if one of its gates is positive. STRONG, and SKIPS below: chunks that are
-    `mild` are left to `hopper_channels`, or to `exact`.
+    than |1 - beta |k|^2|, and without bound if one of its gates is positive. LARGE_ONLY, and SKIPS below: chunks of
+    `small_gates`, and those that are `skipped`, are left to `hopper_channels`, or to `exact`.
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -169,15 +169,15 @@ def channel_scores(
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, tl.program_id(0), T, C, PACKED)
     at = row * tl.num_programs(0) + tl.program_id(0)
-    if STRONG:  # noqa: SIM102 (a constexpr, then a value)
-        if tl.load(mild + at) != 0:
+    if LARGE_ONLY:  # noqa: SIM102 (a constexpr, then a value)
+        if tl.load(small_gates + at) != 0:
             return
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     i = tl.arange(0, C)
-    strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
+    beta_c = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)
     of_queries = tl.zeros([C, C], tl.float32)
     positive = 0
@@ -198,7 +198,7 @@ def channel_scores(
         cols = k0 + tl.arange(0, COLS)[None, :] + 0 * i[:, None]
         tl.store(decay + at * K + cols, e, mask=(i[:, None] == C - 1) & (cols < K))
         e = _decays(blocks, which + 1, first, second, C, DOT, PREC)
-        store_rows(writes + at * C * K, kc * strength[:, None] * e, K, C, k0, C, K, COLS)
+        store_rows(writes + at * C * K, kc * beta_c[:, None] * e, K, C, k0, C, K, COLS)
         for n in range(LEVELS + 1 - block):
             e, f = _factors(blocks, n, block, first, second, C, LEVELS, DOT, PREC)
             met = _met(i, n, block)
@@ -208,20 +208,20 @@ def channel_scores(
     square = at * C * C + i[:, None] * C + i[None, :]
     if GROWTH:
         own = tl.sum(tl.where(i[:, None] == i[None, :], of_keys, 0.0), axis=1)
-        own = tl.maximum(tl.abs(1.0 - strength * own), 1.0, propagate_nan=tl.PropagateNan.ALL)
+        own = tl.maximum(tl.abs(1.0 - beta_c * own), 1.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(growth + at, tl.where(positive > 0, float("inf"), tl.sum(tl.log2(own), axis=0)))
-    of_keys = tl.where(i[:, None] > i[None, :], of_keys * strength[None, :], 0.0)
+    of_keys = tl.where(i[:, None] > i[None, :], of_keys * beta_c[None, :], 0.0)
     found = of_keys.to(DOT)
     if tl.bfloat16 == DOT:
         found = tl.where(i[:, None] > i[None, :], found, tl.trans((of_keys - found.to(tl.float32)).to(DOT)))
     tl.store(pairs + square, found)
-    tl.store(scores + square, (of_queries * (strength * scale)[None, :]).to(scores.dtype.element_ty))
+    tl.store(scores + square, (of_queries * (beta_c * scale)[None, :]).to(scores.dtype.element_ty))
 
 
 @triton.jit
 def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr):
     """Inverses of I + G in place of G [B H, chunks, C, C], as `channel_scores` left it; GAIN: and gain, as in
-    `prepare`."""
+    `wy_inverse`."""
     begin(PDL)
     at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     i = tl.arange(0, C)
@@ -238,7 +238,7 @@ def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def channel_values(
+def channel_wy_transform(
     v, inverse, u, w, table, v_sb, v_st, v_sh, T, H, K: tl.constexpr, V: tl.constexpr, COLS: tl.constexpr,
     C: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -263,32 +263,32 @@ def channel_values(
 
 @triton.jit
 def _chunk(
-    do, do_st, errors, derrors, turned, dv, dv_st, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    STRONG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    do, do_st, v_new, dv_new, turned, dv, dv_st, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    LARGE_ONLY: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN, which the walk left where STRONG."""
+    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN, which the walk left where LARGE_ONLY."""
     oc = load_rows(do, do_st, length, v0, C, V, BV)
-    N = load_state(errors, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
-    if STRONG:
+    N = load_state(v_new, v0, 0, True, V, C, BV, C).to(v_new.dtype.element_ty)
+    if LARGE_ONLY:
         y = load_rows(dv, dv_st, length, v0, C, V, BV).to(DOT)
     else:
-        dN = load_state(derrors, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+        dN = load_state(dv_new, v0, 0, True, V, C, BV, C).to(dv_new.dtype.element_ty)
         y = mm(turned, tl.trans(dN), DOT, PREC).to(DOT)
     return oc, N, y
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_parts(
-    do, inverse, errors, derrors, entering, leaving, mild, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
+    do, inverse, v_new, dv_new, entering, leaving, skipped, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
     do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, STRONG: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, LARGE_ONLY: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V], and what `channel_grads` goes on with: for each chunk ROWS rows of `parts`, gradients of scale
     q e^b and then of k e^b [C, K], of `dwrites`, those of beta k e^{b_C - b} [C, K], and of `dpairs`, those of scores,
     with scale, and then of G [C, C]; and kept [.., K], products of the states around the chunk, summed.
 
-    These may be the memory of entering, leaving and errors, which have V = ROWS rows a chunk then, where BV >= V.
+    These may be the memory of entering, leaving and v_new, which have V = ROWS rows a chunk then, where BV >= V.
     """
     begin(PDL)
     c, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -297,13 +297,13 @@ def channel_parts(
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
     if SKIPS:  # noqa: SIM102
-        if tl.load(mild + at) != 0:
+        if tl.load(skipped + at) != 0:
             return
     i = tl.arange(0, C)
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
     do += b * do_sb + h * do_sh + start * do_st
-    errors += at * V * C
-    derrors += at * V * C
+    v_new += at * V * C
+    dv_new += at * V * C
     dv += ((b * T + start) * H + h) * V
     entering += at * V * K
     leaving += at * V * K
@@ -312,9 +312,9 @@ def channel_parts(
     of_pairs = tl.zeros([C, C], tl.float32)
     for v0 in tl.static_range(0, V, BV):
         oc, N, y = _chunk(
-            do, do_st, errors, derrors, turned, dv, H * V, length, v0, C, V, BV, STRONG, DOT, PREC
+            do, do_st, v_new, dv_new, turned, dv, H * V, length, v0, C, V, BV, LARGE_ONLY, DOT, PREC
         )  # fmt: skip
-        if not STRONG:
+        if not LARGE_ONLY:
             store_rows(dv, y, H * V, length, v0, C, V, BV)
         of_scores += mm(oc, N, DOT, PREC)
         of_pairs -= mm(y, N, DOT, PREC)
@@ -329,7 +329,7 @@ def channel_parts(
         for v1 in tl.static_range(0, V, BV):
             if BV < V:
                 oc, N, y = _chunk(
-                    do, do_st, errors, derrors, turned, dv, H * V, length, v1, C, V, BV, STRONG, DOT, PREC
+                    do, do_st, v_new, dv_new, turned, dv, H * V, length, v1, C, V, BV, LARGE_ONLY, DOT, PREC
                 )  # fmt: skip
             S = load_state(entering, v1, k0, True, V, K, BV, COLS).to(entering.dtype.element_ty)
             dS = load_state(leaving, v1, k0, True, V, K, BV, COLS).to(leaving.dtype.element_ty)
@@ -360,8 +360,8 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, blocks, sizes, mild, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
-    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
+    q, k, g, beta, blocks, sizes, skipped, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
     COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, SKIPS: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -373,7 +373,7 @@ def channel_grads(
     start, length, doc, first_chunk, last_chunk = chunk_info(table, c, T, C, PACKED)
     at = row * n_chunks + c
     if SKIPS:  # noqa: SIM102
-        if tl.load(mild + at) != 0:
+        if tl.load(skipped + at) != 0:
             return
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st
@@ -382,7 +382,7 @@ def channel_grads(
     LEVELS: tl.constexpr = 4 if C == 16 else 5 if C == 32 else 6
     i = tl.arange(0, C)
     cols = k0 + tl.arange(0, COLS)
-    strength = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
+    beta_c = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     square = dpairs + at * ROWS * C + i[:, None] * C + i[None, :]
     block = tl.load(sizes + at * ((K + SIZED - 1) // SIZED) + k0 // SIZED)
     first, second = _split(_load_gates(g, g_st, length, k0, C, K, COLS), DOT)
@@ -397,7 +397,7 @@ def channel_grads(
         met = _met(i, n, block)
         qe = (qc * e).to(DOT)  # rounded once: what pairs of tokens add to dg cancels in its sums
         ke = (kc * e).to(DOT)
-        pe = (kc * f * strength[:, None]).to(DOT)
+        pe = (kc * f * beta_c[:, None]).to(DOT)
         given = square + tl.minimum(n, 0) * C  # 0, and the gradients do not stay in registers
         chosen = tl.where(met, tl.load(given), 0.0).to(DOT)
         x = mm(chosen, pe, DOT, PREC)
@@ -412,7 +412,7 @@ def channel_grads(
         sums -= pe.to(tl.float32) * z
         z *= f
         written += sum_over(z * kc, 1)
-        to_k += z * strength[:, None]
+        to_k += z * beta_c[:, None]
     e = _decays(blocks, 0, first, second, C, DOT, PREC)
     part = load_rows(parts + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e * scale
     sums += qc * part
@@ -426,10 +426,10 @@ def channel_grads(
     to_g += (tl.load(kept + at * K + cols, mask=cols < K, other=0.0) * end)[None, :]
     e = _decays(blocks, 1, first, second, C, DOT, PREC)
     part = load_rows(dwrites + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e
-    to_g += _exact_sums(_ones(blocks, 2, C), kc * strength[:, None] * part, DOT, PREC)
+    to_g += _exact_sums(_ones(blocks, 2, C), kc * beta_c[:, None] * part, DOT, PREC)
     gate = load_rows(g, g_st, length, k0, C, K, COLS).to(tl.float32)
     store_rows(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g), H * K, length, k0, C, K, COLS)
     written += sum_over(part * kc, 1)
-    store_rows(dk + to, to_k + part * strength[:, None], H * K, length, k0, C, K, COLS)
+    store_rows(dk + to, to_k + part * beta_c[:, None], H * K, length, k0, C, K, COLS)
     at_token = ((tl.program_id(2) * (tl.num_programs(1) // H) + b) * T + start + i) * H + h
     tl.store(dbeta + at_token, written.to(dbeta.dtype.element_ty), mask=i < length)

@@ -2,7 +2,7 @@
 
 A chunk's inverse (I + G)^-1 makes rounding larger: an error of a token reaches those after it, weighted by its entries.
 Where keys repeat and beta is near 2, a token reflects the state, no error ever decays, and all of an inverse's entries
-are near 2. So `prepare` leaves the sum of squares of the entries below the diagonal, of every chunk, and segments in
+are near 2. So `wy_inverse` leaves the sum of squares of the entries below the diagonal, of every chunk, and segments in
 which one is beyond `LIMIT` are done again here, over what other kernels left (docs/math.md, section 7, "Keys that are
 alike"). A program returns at once where its segment is not one of these.
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import sum_over
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR, begins
+from flexsp.kernels.delta.wy_transform import sum_over
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, store_state
 from flexsp.runtime.launch import begin
 
@@ -29,13 +29,13 @@ It is not lower because this walk is slow. On an H100 a gated rule in bf16 with 
 takes 39 ms instead of 2 forward, and 230 ms instead of 8 with its gradients."""
 GROUP_OF_CHUNKS = tl.constexpr(8)
 _MANY = tl.constexpr(128)
-_ALONE = tl.constexpr(2)  # in `mild`: neither kernels for mild chunks nor those for others
+_ALONE = tl.constexpr(2)  # in `small_gates`: neither kernels for small gates nor those for large ones
 
 
 @triton.jit(do_not_specialize=["T", "n_chunks", "per_seg"])
 def choose(
-    gain, exact, mild, table, T, n_chunks, per_seg, C: tl.constexpr, MILD: tl.constexpr, PACKED: tl.constexpr,
-    PDL: tl.constexpr,
+    gain, exact, small_gates, table, T, n_chunks, per_seg, C: tl.constexpr, SMALL_GATES: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """exact [B H, chunks], of all chunks of a segment alike: whether it is done token by token."""
     begin(PDL)
@@ -51,8 +51,8 @@ def choose(
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)
-        if MILD:
-            tl.store(mild + row * n_chunks + c, tl.full([_MANY], _ALONE, tl.int32), mask=(c < c1) & (found != 0))
+        if SMALL_GATES:
+            tl.store(small_gates + row * n_chunks + c, tl.full([_MANY], _ALONE, tl.int32), mask=(c < c1) & (found != 0))
 
 
 @triton.jit
@@ -95,12 +95,12 @@ def _decayed(S, left, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def exact_forward(
-    q, k, v, beta, g, exact, o, entering, states, A, alive, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
-    K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, READS: tl.constexpr,
-    KEEPS: tl.constexpr, SUMS: tl.constexpr, ALIVE: tl.constexpr, ENTERS: tl.constexpr, BOUNDARY: tl.constexpr,
-    LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k, v, beta, g, exact, o, entering, states, A, transition_nonzero, initial, final, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, n_seg, n_chunks, per_seg, before,
+    held, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    READS: tl.constexpr, KEEPS: tl.constexpr, SUMS: tl.constexpr, NONZERO: tl.constexpr, ENTERS: tl.constexpr,
+    BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
+    STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A walk from the first token of a segment to its last: READS, KEEPS and SUMS as in `hopper_walks.forward`."""
     begin(PDL)
@@ -132,8 +132,8 @@ def exact_forward(
         lives = c1 >= c0
         if PACKED:
             lives = ~begins(table, c0, c1)
-        if ALIVE:
-            tl.store(alive + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
+        if NONZERO:
+            tl.store(transition_nonzero + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
         S = tl.where((rows[:, None] == cols[None, :]) & (lives & (not of_state)), 1.0, 0.0)
         if not (of_state | lives):
             c0 = c1

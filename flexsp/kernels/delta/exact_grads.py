@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.delta.exact import GROUP_OF_CHUNKS, _decay, _decayed, _number, _row, of_head
-from flexsp.kernels.delta.prepare import sum_over
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR
+from flexsp.kernels.delta.wy_transform import sum_over
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_state
 from flexsp.runtime.launch import begin
 

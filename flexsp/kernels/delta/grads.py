@@ -13,7 +13,7 @@ from flexsp.runtime.launch import begin
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
-    q, k, do, strength, inverse, errors, derrors, gates, entering, leaving, dq, dk, dv, parts, table,
+    q, k, do, chunk_beta, inverse, v_new, dv_new, gates, entering, leaving, dq, dk, dv, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
@@ -22,7 +22,7 @@ def grads(
     """dk [B, T, H, K] and dq [B, T / STEPS, H, K], a chunk and BK columns of K a program; dv [B, T, H, V] by those of
     the first columns.
 
-    Of every chunk: errors N^T and their gradients, entering S^T and leaving dS^T are [B H, chunks, V, C or K]. What the
+    Of every chunk: v_new N^T and its gradient, entering S^T and leaving dS^T are [B H, chunks, V, C or K]. What the
     columns of K add goes into parts [3, tiles, B H, chunks, C]: to the gradient of beta; to that of the gate of a token
     and all before it; and to that of the gates of all after it.
     """
@@ -36,20 +36,20 @@ def grads(
     at = row * n_chunks + c
     bc, end = load_gates(gates, at, C, GATED)
     i = tl.arange(0, C)
-    w = tl.load(strength + at * C + i)
+    w = tl.load(chunk_beta + at * C + i)
     of_outputs = do + b * do_sb + h * do_sh
     turned = tl.trans(tl.load(inverse + at * C * C + i[:, None] * C + i[None, :]))
     reads = tl.zeros([C, C], tl.float32)
     pairs = tl.zeros([C, C], tl.float32)
     to_k = tl.zeros([C, BK], tl.float32)
     for v0 in range(0, V, BV):
-        dN = load_state(derrors + at * V * C, v0, 0, True, V, C, BV, C).to(derrors.dtype.element_ty)
+        dN = load_state(dv_new + at * V * C, v0, 0, True, V, C, BV, C).to(dv_new.dtype.element_ty)
         y = mm(turned, tl.trans(dN), DOT, PREC)
         if tile == 0:
             store_rows(dv + ((b * T + start) * H + h) * V, y, H * V, length, v0, C, V, BV)
         y = y.to(DOT)
         oc = load_tokens(of_outputs, do_st, start, length, v0, C, V, BV, STEPS)
-        N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
+        N = load_state(v_new + at * V * C, v0, 0, True, V, C, BV, C).to(v_new.dtype.element_ty)
         S = load_state(entering + at * V * K, v0, k0, True, V, K, BV, BK).to(entering.dtype.element_ty)
         reads += mm(oc, N, DOT, PREC)
         pairs += mm(y, N, DOT, PREC)
@@ -66,7 +66,7 @@ def grads(
     to_p = tl.zeros([C, BK], tl.float32)
     kept = 0.0
     for v0 in range(0, V, BV):
-        N = load_state(errors + at * V * C, v0, 0, True, V, C, BV, C).to(errors.dtype.element_ty)
+        N = load_state(v_new + at * V * C, v0, 0, True, V, C, BV, C).to(v_new.dtype.element_ty)
         dS = load_state(leaving + at * V * K, v0, k0, True, V, K, BV, BK).to(leaving.dtype.element_ty)
         to_p += mm(tl.trans(N), dS, DOT, PREC)
         S = load_state(entering + at * V * K, v0, k0, True, V, K, BV, BK).to(entering.dtype.element_ty)
@@ -100,7 +100,7 @@ def grads(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
-def gathered(
+def reduce_gate_grads(
     g, parts, dbeta, dg, table, g_sb, g_st, g_sh, T, H, n_chunks,
     TILES: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     STEPS: tl.constexpr, PDL: tl.constexpr,
@@ -116,16 +116,16 @@ def gathered(
     heads = (tl.num_programs(2) * H).to(tl.int64)
     at = parts + ((b * H + h) * n_chunks + c) * C + i
     to = (b * T + start + i) * H + h
-    strength = tl.zeros([C, HEADS], tl.float32)
+    to_beta = tl.zeros([C, HEADS], tl.float32)
     until = tl.zeros([C, HEADS], tl.float32)
     after = tl.zeros([C, HEADS], tl.float32)
     for tile in tl.static_range(TILES):
-        strength += tl.load(at + tile * heads * n_chunks * C, mask=inside, other=0.0)
+        to_beta += tl.load(at + tile * heads * n_chunks * C, mask=inside, other=0.0)
         if GATED:
             until += tl.load(at + (TILES + tile) * heads * n_chunks * C, mask=inside, other=0.0)
             before = at - 1 + (2 * TILES + tile) * heads * n_chunks * C
             after += tl.load(before, mask=inside & (i > 0), other=0.0)
-    tl.store(dbeta + to, strength.to(dbeta.dtype.element_ty), mask=inside)
+    tl.store(dbeta + to, to_beta.to(dbeta.dtype.element_ty), mask=inside)
     if GATED:
         gate = tl.cumsum(until, axis=0, reverse=True) + tl.cumsum(after, axis=0)
         token, there = of_gates(start, length, C, STEPS)

@@ -31,7 +31,7 @@ from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["channel_grads", "channel_scores"]
 
-_LITTLE = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
+_SMALL = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 _PARTS = gl.constexpr(4)  # of the tokens, one a warp
@@ -142,12 +142,12 @@ def _store_pairs(to, x, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, pairs, scores, reads, writes, w, decay, mild, growth, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GROWTH: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, pairs, scores, reads, writes, w, decay, small_gates, growth, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr,
+    GROWTH: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `channels.channel_scores`. mild [B H, chunks]: whether the chunk's gates add up to little, so that what is
-    written stands.
+    """As `channels.channel_scores`. small_gates [B H, chunks]: whether the chunk's gates add up to little, so that what
+    is written stands.
     """
     begin(PDL)
     c, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
@@ -162,14 +162,14 @@ def channel_scores(
     CC: gl.constexpr = by_sum(C)
     N: gl.constexpr = 64
     rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
-    strength = gl.load(beta + rows * beta_st, mask=rows < length, other=0.0).to(gl.float32)
+    beta_c = gl.load(beta + rows * beta_st, mask=rows < length, other=0.0).to(gl.float32)
     qs, ks, ps = tiles(K // N, C, N), tiles(K // N, C, N), tiles(K // N, C, N)
     for n in gl.static_range(K // N):
         copy(qs.index(n), q + n * N, length, C, N, q_st)
         copy(ks.index(n), k + n * N, length, C, N, k_st)
     async_copy.commit_group()
     L: gl.constexpr = by_channel(C)
-    strong = 0
+    large = 0
     most = gl.zeros([_PARTS, N], gl.float32, gl.SliceLayout(1, _in_parts(C)))
     for n in range(K // N):
         gate = _load(g + n * N, length, g_st, C, N)
@@ -178,13 +178,13 @@ def channel_scores(
         total, middle, end = _sums(gate, C, N)
         x = total - middle[None, :]
         grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
-        little = (gl.abs(x) <= _LITTLE) & grown & (total <= _GROWTH) & (middle >= -_LITTLE)[None, :]
-        strong += gl.sum(gl.sum((~little).to(gl.int32), axis=1), axis=0)
+        small = (gl.abs(x) <= _SMALL) & grown & (total <= _GROWTH) & (middle >= -_SMALL)[None, :]
+        large += gl.sum(gl.sum((~small).to(gl.int32), axis=1), axis=0)
         to = at * C * K + n * N + _places(K, C, N)
         arrived(0)
         found = ks.index(n).load(L).to(gl.float32) * power(-x)
         ps.index(n).store(found.to(gl.bfloat16))
-        found = found * power(end - middle)[None, :] * strength[:, None]
+        found = found * power(end - middle)[None, :] * beta_c[:, None]
         gl.store(writes + to, found.to(gl.bfloat16))
         e = power(x)
         found = ks.index(n).load(L).to(gl.float32) * e
@@ -206,26 +206,27 @@ def channel_scores(
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
     if GROWTH:
         own = gl.sum(gl.where(i[:, None] == j[None, :], of_keys, 0.0), axis=1)
-        own = gl.abs(1.0 - own * gl.convert_layout(strength, gl.SliceLayout(1, CC)))
+        own = gl.abs(1.0 - own * gl.convert_layout(beta_c, gl.SliceLayout(1, CC)))
         grown = gl.sum(gl.log2(gl.maximum(own, 1.0, propagate_nan=tl.PropagateNan.ALL)), axis=0)
         positive = gl.reduce(gl.reduce(most, 1, _larger), 0, _larger) > 0.0
         gl.store(growth + at, gl.where(positive, float("inf"), grown))
-    factor = gl.convert_layout(strength, gl.SliceLayout(0, CC))[None, :]
+    factor = gl.convert_layout(beta_c, gl.SliceLayout(0, CC))[None, :]
     _store_pairs(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C)
     of_queries = of_queries * (factor * scale)
     store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
-    gl.store(mild + at, gl.where(strong == 0, 1, 0))
+    gl.store(small_gates + at, gl.where(large == 0, 1, 0))
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, do, dv, errors, entering, leaving, mild, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, K: gl.constexpr,
-    PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, do, dv, v_new, entering, leaving, small_gates, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    K: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks that are `mild`, and not 2.
+    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks of `small_gates`, and not 2.
 
-    dv [B, T, H, V], errors N^T, and the S^T around the chunk are what the walks left. The first of PARTS tiles of
+    dv [B, T, H, V], v_new N^T, and the S^T around the chunk are what the walks left. The first of PARTS tiles of
     dbeta has what 64 channels add, the others zeros.
     """
     begin(PDL)
@@ -235,18 +236,18 @@ def channel_grads(
     TILES: gl.constexpr = K // N
     c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
     at = row * n_chunks + c
-    if gl.load(mild + at) != 1:
+    if gl.load(small_gates + at) != 1:
         return
     k0 = tile * N
     b = row // H
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-    of_o, of_y, errors_s = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
+    of_o, of_y, v_new_s = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
     S, dS = tiles(1, V, N).index(0), tiles(1, V, N).index(0)
     qs, ks = tiles(1, C, N).index(0), tiles(1, C, N).index(0)
     copy(of_o, do + b * do_sb + h * do_sh + start * do_st, length, C, V, do_st)
     copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
-    copy(errors_s, errors + at * V * C, V, V, C, C)
+    copy(v_new_s, v_new + at * V * C, V, V, C, C)
     async_copy.commit_group()
     copy(S, entering + at * V * K + k0, V, V, N, K)
     copy(dS, leaving + at * V * K + k0, V, V, N, K)
@@ -256,19 +257,19 @@ def channel_grads(
     g += b * g_sb + h * g_sh + start * g_st + k0
     gate = _load(g, length, g_st, C, N)
     rows = gl.arange(0, C, gl.SliceLayout(1, CK))
-    strength = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
-    strength = strength.to(gl.float32)
+    beta_c = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
+    beta_c = beta_c.to(gl.float32)
 
     arrived(1)
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
-    of_scores, of_pairs = warpgroup_mma_wait(0, [begun(of_o, errors_s, C), begun(of_y, errors_s, C)])
+    of_scores, of_pairs = warpgroup_mma_wait(0, [begun(of_o, v_new_s, C), begun(of_y, v_new_s, C)])
     of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
     of_pairs = gl.where(i[:, None] > j[None, :], -of_pairs, 0.0)
     size, unit = _size(of_scores, of_pairs)  # gradients may be small, and decays make them smaller: in units of size
     scores_s, pairs_s = shared(of_scores * unit), shared(of_pairs * unit)
     arrived(0)
-    to_p, to_k, to_q = begun(errors_s.permute((1, 0)), dS, N), begun(of_y, S, N), begun(of_o, S, N)
+    to_p, to_k, to_q = begun(v_new_s.permute((1, 0)), dS, N), begun(of_y, S, N), begun(of_o, S, N)
     kept = gl.zeros([C, N], gl.float32, CK)
     for v0 in gl.static_range(0, V, C):
         kept += S.slice(v0, C).load(CK).to(gl.float32) * dS.slice(v0, C).load(CK).to(gl.float32)
@@ -285,7 +286,7 @@ def channel_grads(
     to_p = to_p * power(end - middle)[None, :] * unit
     to_k = to_k * power(middle)[None, :] * -unit
     to_q = to_q * power(middle)[None, :] * (scale * unit)
-    pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * strength[:, None]).to(gl.bfloat16)
+    pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * beta_c[:, None]).to(gl.bfloat16)
     pe_s = shared(pe)
     kept = kept * power(end)[None, :] * unit + pe.to(gl.float32) * to_p
     qe_s = shared(qs.load(CK).to(gl.float32) * from_middle.load(CK))
@@ -307,7 +308,7 @@ def channel_grads(
     for n in gl.static_range(1, PARTS):
         skipped = gl.num_programs(1).to(gl.int64) * T * n
         gl.store(part + skipped, gl.zeros([C], gl.float32, gl.SliceLayout(1, CK)), mask=rows < length)
-    ks.store((to_k * from_middle.load(CK) * size + to_p * strength[:, None]).to(gl.bfloat16))
+    ks.store((to_k * from_middle.load(CK) * size + to_p * beta_c[:, None]).to(gl.bfloat16))
     from_middle.store(sums)
     gl.thread_barrier()
     to = ((b * T + start) * H + h) * K + k0

@@ -28,12 +28,12 @@ __all__ = ["grads"]
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks", "before", "held"])
 def grads(
-    q, k, do, dv, strength, errors, gates, entering, leaving, dq, dk, parts, table,
+    q, k, do, dv, chunk_beta, v_new, gates, entering, leaving, dq, dk, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, before, held, scale,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
     GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.grads.grads`, with dv, errors and states as `hopper_walks` left them: of `held`
+    """As `flexsp.kernels.delta.grads.grads`, with dv, v_new and states as `hopper_walks` left them: of `held`
     chunks, the first of them behind `before` others."""
     begin(PDL)
     TILES: gl.constexpr = K // BK
@@ -51,7 +51,7 @@ def grads(
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
     copy_tokens(of_o, do + b * do_sb + h * do_sh, start, length, C, V, do_st, STEPS)
     copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
-    copy(N, errors + place * V * C, V, V, C, C)
+    copy(N, v_new + place * V * C, V, V, C, C)
     async_copy.commit_group()
     copy(S, entering + place * V * K + k0, V, V, BK, K)
     copy(dS, leaving + place * V * K + k0, V, V, BK, K)
@@ -62,7 +62,7 @@ def grads(
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
     r = gl.arange(0, C, gl.SliceLayout(1, CK))
     below = i[:, None] > j[None, :]
-    w = gl.load(strength + at * C + r)
+    w = gl.load(chunk_beta + at * C + r)
     decay = gl.where(below, 1.0, 0.0)
     kept = 0.0
     from_start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, CK))

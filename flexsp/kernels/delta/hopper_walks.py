@@ -4,7 +4,7 @@ The state is S^T [64, K] in the registers of four warps, as a left operand of pr
 
     N^T = (V^T - e^b S^T K^T) M^-T,   S'^T = e^{b_C} S^T + (beta e^{b_C - b} N^T) K,
 
-with M^-1 of `prepare`; U and W are never made. Backward,
+with M^-1 of `wy_inverse`; U and W are never made. Backward,
 
     Y^T = (beta e^{b_C - b} dS'^T K^T + dO^T P) M^-1,
     dS^T = e^{b_C} dS'^T + (scale e^b dO^T) Q - (e^b Y^T) K,
@@ -47,7 +47,7 @@ CHANNEL = gl.constexpr(2)
 
 @gluon.jit
 def _fetch(
-    c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, strengths, sums, table, q_st, k_st,
+    c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, betas, sums, table, q_st, k_st,
     stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
     PACKED: gl.constexpr, STEPS: gl.constexpr, EVERY: gl.constexpr,
 ):  # fmt: skip
@@ -65,19 +65,19 @@ def _fetch(
         copy_numbers(sums.index(to), decays + at * K, K)
     else:
         copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
-        _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C, GATED)
+        _fetch_numbers(to, at, n_chunks, decays, betas, sums, C, GATED)
         if READS:
             copy_tokens(qs.index(to), q, start, length, C, K, q_st + zero, STEPS)
 
 
 @gluon.jit
-def _fetch_numbers(to, at, n_chunks, decays, strengths, sums, C: gl.constexpr, GATED: gl.constexpr):
+def _fetch_numbers(to, at, n_chunks, decays, betas, sums, C: gl.constexpr, GATED: gl.constexpr):
     if GATED:
         numbers_a_half = gl.num_programs(1).to(gl.int64) * n_chunks * C
         copy_numbers(sums.index(to), decays + at * C, C)
-        copy_numbers(strengths.index(to), decays + numbers_a_half + at * C, C)
+        copy_numbers(betas.index(to), decays + numbers_a_half + at * C, C)
     else:
-        copy_numbers(strengths.index(to), decays + at * C, C)
+        copy_numbers(betas.index(to), decays + at * C, C)
 
 
 @gluon.jit
@@ -100,7 +100,7 @@ def _fetch_later(
 
 
 @gluon.jit
-def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
+def _of_gates(sums, betas, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
     """e^b and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}, as S^T is multiplied with it."""
     columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
     from_start = gl.full([C], 1.0, gl.float32, columns)
@@ -109,7 +109,7 @@ def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GAT
     if GATED == CHANNEL:
         decay = sums.load(gl.SliceLayout(0, by_sum(K)))[None, :]
     else:
-        to_end = strengths.load(columns)
+        to_end = betas.load(columns)
         if GATED == SCALAR:
             from_start = sums.load(columns)
             decay = gl.load(decays + at * C + C - 1)
@@ -117,32 +117,34 @@ def _of_gates(sums, strengths, decays, at, K: gl.constexpr, C: gl.constexpr, GAT
 
 
 @gluon.jit
-def _reached(walked, row, seg, n_seg, K: gl.constexpr):
-    """The most that `reach` found for all channels."""
-    found = gl.load(walked + row * n_seg + seg)
+def _reached(chunks_within_horizon, row, seg, n_seg, K: gl.constexpr):
+    """The most that `segment_horizon` found for all channels."""
+    found = gl.load(chunks_within_horizon + row * n_seg + seg)
     for panel in gl.static_range(1, K // 64):
-        found = gl.maximum(found, gl.load(walked + (panel * gl.num_programs(1) + row) * n_seg + seg))
+        found = gl.maximum(found, gl.load(chunks_within_horizon + (panel * gl.num_programs(1) + row) * n_seg + seg))
     return found
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def forward(
-    q, k, written, v, decays, inverse, scores, o, errors, entering, states, A, alive, walked, initial, final, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr, SUMS: gl.constexpr,
-    ALIVE: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr,
-    DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    q, k, written, v, decays, inverse, scores, o, v_new, entering, states, A, transition_nonzero, chunks_within_horizon,
+    initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, before,
+    held, scale, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr,
+    SUMS: gl.constexpr, NONZERO: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr,
+    GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
     READS: writes o [B, T, H, V]. KEEPS: writes the S^T that enters each chunk [B H, held, V, K] and its N^T
     [.., V, C], of the segments behind those `before`: the others are another launch's. SUMS: writes what the segment
-    leaves of a state of zeros into the slot behind it; where states decay, of its last `walked` chunks alone; with a
-    gate a channel `walked` is what `hopper_reach` found, and alive [B, n_seg, H] is written: whether A is anything.
-    ALIVE: with another gate, or none, alive is given. Programs beyond the columns of V walk the unit matrix, with
-    values of zeros; what it becomes is the segment's matrix A [B, n_seg, H, K, K].
+    leaves of a state of zeros into the slot behind it; where states decay, of its last `chunks_within_horizon` chunks
+    alone; with a gate a channel `chunks_within_horizon` is what `hopper_horizon` found, and transition_nonzero [B,
+    n_seg, H] is written: whether A is anything. NONZERO: with another gate, or none, transition_nonzero is given.
+    Programs beyond the columns of V walk the unit matrix, with values of zeros; what it becomes is the segment's matrix
+    A [B, n_seg, H, K, K].
 
-    decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `prepare` left them; with a gate a channel
+    decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `wy_inverse` left them; with a gate a channel
     e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
 
     DEEP: copies go two chunks ahead, for programs that have a multiprocessor to themselves.
@@ -168,15 +170,15 @@ def forward(
         S = load_state(initial + row * K * V + v0, 64, K, V)
     if SUMS:
         lives = True
-        if ALIVE and GATED != CHANNEL:
-            lives = gl.load(alive + (b * n_seg + seg) * H + h) != 0
-            nearest = c1 - gl.load(walked + row * n_seg + seg)
+        if NONZERO and GATED != CHANNEL:
+            lives = gl.load(transition_nonzero + (b * n_seg + seg) * H + h) != 0
+            nearest = c1 - gl.load(chunks_within_horizon + row * n_seg + seg)
             c0 = nearest if of_state else (c0 if lives else c1)
         elif GATED == CHANNEL:
-            near = _reached(walked, row, seg, n_seg, K)
+            near = _reached(chunks_within_horizon, row, seg, n_seg, K)
             lives = near > c1 - c0
             if panel == 0:
-                gl.store(alive + (b * n_seg + seg) * H + h, lives.to(gl.int32))
+                gl.store(transition_nonzero + (b * n_seg + seg) * H + h, lives.to(gl.int32))
             c0 = gl.maximum(c0, c1 - near) if of_state else (c0 if lives else c1)
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
         unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
@@ -186,13 +188,13 @@ def forward(
     LATER: gl.constexpr = DEEP or READS or GATED == CHANNEL
     QUERIES: gl.constexpr = READS and (DEEP or GATED == CHANNEL)  # are of the rest
     ks, vs, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
-    strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
+    betas, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
     qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, K), tiles(THEN, C, C)
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
-            c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
+            c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, betas, sums, table,
             q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED, STEPS, 1,
         )  # fmt: skip
     async_copy.commit_group()
@@ -206,7 +208,7 @@ def forward(
     if DEEP:
         if c0 + 1 < c1:
             _fetch(
-                c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, strengths, sums, table,
+                c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, betas, sums, table,
                 q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, PACKED, STEPS, 1,
             )  # fmt: skip
         async_copy.commit_group()
@@ -235,13 +237,13 @@ def forward(
         if c + FIRST - 1 < c1:
             _fetch(
                 c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
-                strengths, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
+                betas, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
                 STEPS, 1,
             )  # fmt: skip
         async_copy.commit_group()
         if KEEPS:
             store(entering + place * V * K + v0 * K, S, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
+        from_start, to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
         if QUERIES or GATED == CHANNEL:
@@ -261,7 +263,7 @@ def forward(
             S, out = warpgroup_mma_wait(0, [S, out])
         else:
             if KEEPS:
-                store(errors + place * V * C + v0 * C, N, 64, 64, C, C)
+                store(v_new + place * V * C + v0 * C, N, 64, 64, C, C)
             S = warpgroup_mma_wait(0, [S])
         if LATER and not DEEP:
             gl.thread_barrier()
@@ -295,7 +297,7 @@ def forward(
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def backward(
-    q, k, written, do, decays, inverse, scores, dv, leaving, dstates, walked, dfinal, dinitial, table,
+    q, k, written, do, decays, inverse, scores, dv, leaving, dstates, chunks_within_horizon, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
@@ -305,7 +307,7 @@ def backward(
     of the segments behind those `before`.
 
     SUMS: writes neither, but what the segment adds to the gradient of the state that enters it, into its slot; where
-    states decay of the first `walked` chunks alone.
+    states decay of the first `chunks_within_horizon` chunks alone.
     """
     begin(PDL)
     v0, row, seg = gl.program_id(0) * 64, gl.program_id(1).to(gl.int64), before + gl.program_id(2)
@@ -325,21 +327,21 @@ def backward(
     elif BOUNDARY and not PACKED and not SUMS:
         dS = load_state(dfinal + row * K * V + v0, 64, K, V)
     if SUMS and GATED == SCALAR:
-        c1 = c0 + gl.load(walked + (gl.num_programs(1) + row) * n_seg + seg)
+        c1 = c0 + gl.load(chunks_within_horizon + (gl.num_programs(1) + row) * n_seg + seg)
     elif SUMS and GATED == CHANNEL:
-        c1 = gl.minimum(c1, c0 + _reached(walked, row, seg, n_seg, K))
+        c1 = gl.minimum(c1, c0 + _reached(chunks_within_horizon, row, seg, n_seg, K))
     first_keys = written if GATED == CHANNEL else k
     FIRST: gl.constexpr = 3 if DEEP else 2
     THEN: gl.constexpr = 2 if DEEP else 1
     QUERIES: gl.constexpr = DEEP or GATED == CHANNEL
     ks, os, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
-    strengths, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
+    betas, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
     qs, pairs = tiles(THEN if QUERIES else FIRST, C, K), tiles(THEN, C, C)
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
-            c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
+            c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, betas, sums, table,
             q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED, STEPS, STEPS,
         )  # fmt: skip
     async_copy.commit_group()
@@ -352,7 +354,7 @@ def backward(
     if DEEP:
         if c0 + 1 < c1:
             _fetch(
-                c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, strengths, sums, table,
+                c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, betas, sums, table,
                 q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, PACKED, STEPS, STEPS,
             )  # fmt: skip
         async_copy.commit_group()
@@ -380,13 +382,13 @@ def backward(
         if c - FIRST + 1 >= c0:
             _fetch(
                 c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
-                inverses, strengths, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
+                inverses, betas, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
                 STEPS, STEPS,
             )  # fmt: skip
         async_copy.commit_group()
         if not SUMS:
             store(leaving + place * V * K + v0 * K, dS, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), strengths.index(s), decays, at, K, C, GATED)
+        from_start, to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
         arrived(3 if DEEP else 1)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
         dN = warpgroup_mma(given, pairs.index(then), X, is_async=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flexsp.devices import Device, check_heads, of_device
-from flexsp.kernels.launches import Launch
+from flexsp.kernels.launch_spec import Launch
 
 __all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "plan_of"]
 
@@ -30,11 +30,11 @@ class Tiles:
     """
 
     chunk: int
-    prepare: Launch
-    values: Launch
+    wy_inverse: Launch
+    wy_transform: Launch
     output: Launch
-    states: Launch
-    back: Launch
+    chunk_states: Launch
+    output_backward: Launch
     grads: Launch
     values_of_grads: int
     channel_scores: Launch
@@ -64,7 +64,7 @@ class Tiling:
     H: int
     K: int
     V: int
-    docs: int
+    n_docs: int
     tiles: Tiles
     n_chunks: int
     per_seg: int
@@ -165,22 +165,22 @@ def _parts(gates: int, steps: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(
-    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, gates: int, ranks: bool, device: Device,
+    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, gates: int, ranks: bool, device: Device,
     gluon: bool = False, group: int = 1, steps: int = 1,
 ) -> Tiling:  # fmt: skip
-    """The plan of calls of B sequences of T keys and H heads; `docs` packed documents, 0 if not packed.
+    """The plan of calls of B sequences of T keys and H heads; `n_docs` packed documents, 0 if not packed.
 
     gates: that a token has, 0 if states do not decay. Long heads whose states decay are cut into segments: most of
-    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_reach`, in Gluon alone). So are, over
+    these need no matrix (`walks.within_horizon`; with a gate a channel `hopper_horizon`, in Gluon alone). So are, over
     ranks, those whose states do not: a rank has to make matrices anyway. Of others, columns of the state are spread
     over more programs instead, where heads are few.
 
     gluon: whether kernels in Gluon may be launched.
     """
     check_heads("q", B, H)
-    n_chunks = -(-T // _chunk(dtype)) + docs
+    n_chunks = -(-T // _chunk(dtype)) + n_docs
     cut = n_chunks >= LONG and _cut(gates, ranks, _copies(dtype, K, V, gluon))
-    tiles = _choose(dtype, K, V, docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
+    tiles = _choose(dtype, K, V, n_docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
     parts = _parts(gates, steps) if cut and tiles.copies else 1
     cols, room = (64, 2 * device.programs * parts) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))
@@ -188,4 +188,6 @@ def plan_of(
     per_seg = max(1, -(-n_chunks // wanted))
     n_seg = max(1, -(-n_chunks // per_seg))
     per_part = -(-n_seg // parts)
-    return Tiling(B, T, H, K, V, docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, per_part, group, steps)
+    return Tiling(
+        B, T, H, K, V, n_docs, tiles, n_chunks, per_seg, n_seg, ranks, device.programs, per_part, group, steps
+    )

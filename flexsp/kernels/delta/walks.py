@@ -1,8 +1,8 @@
 """Walks of the delta engine over the chunks of a segment, with the state in registers.
 
-A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with errors N = U - W S: U, W, beta, the scores of
-queries and the cumulative gates b come from `prepare` and `values`. Where each channel has a gate, keys and queries
-come from `channel_scores`, decayed and with strength and scale in them. A state of 64 columns or more is held
+A chunk leaves the state e^{b_C} S + K^T (beta e^{b_C - b} N), with v_new N = U - W S: U, W, beta, the scores of
+queries and the cumulative gates b come from `wy_inverse` and `wy_transform`. Where each channel has a gate, keys and
+queries come from `channel_scores`, decayed and with beta and scale in them. A state of 64 columns or more is held
 transposed, [BV, BK], so that it enters products from registers; narrower ones are not, since products have 64 rows at
 least. All that has the state's columns is held likewise.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.prepare import mm_of_keys
 from flexsp.kernels.delta.tokens import load_tokens, store_tokens, store_turned_tokens
+from flexsp.kernels.delta.wy_transform import mm_of_keys
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_state
 from flexsp.runtime.launch import begin
 
@@ -76,10 +76,11 @@ def begins(table, c0, c1):
 
 @triton.jit(do_not_specialize=["H", "n_seg", "n_chunks", "per_seg"])
 def horizons(
-    bounds, alive, walked, table, H, n_seg, n_chunks, per_seg, GATED: tl.constexpr, PACKED: tl.constexpr,
-    PDL: tl.constexpr,
+    bounds, transition_nonzero, chunks_within_horizon, table, H, n_seg, n_chunks, per_seg, GATED: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`within_horizon` of every segment: alive [B, n_seg, H], and walked [2, B H, n_seg] forward and backward."""
+    """`within_horizon` of every segment: transition_nonzero [B, n_seg, H], and chunks_within_horizon [2, B H, n_seg]
+    forward and backward."""
     begin(PDL)
     row, seg = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bounds += row * 2 * n_chunks
@@ -91,9 +92,9 @@ def horizons(
         far, same = within_horizon(bounds, n_chunks, c0, c1, True)
     if PACKED:
         lives = lives & ~begins(table, c0, c1)
-    tl.store(alive + (row // H * n_seg + seg) * H + row % H, lives.to(tl.int32))
-    tl.store(walked + row * n_seg + seg, near)
-    tl.store(walked + (tl.num_programs(0) + row) * n_seg + seg, far)
+    tl.store(transition_nonzero + (row // H * n_seg + seg) * H + row % H, lives.to(tl.int32))
+    tl.store(chunks_within_horizon + row * n_seg + seg, near)
+    tl.store(chunks_within_horizon + (tl.num_programs(0) + row) * n_seg + seg, far)
 
 
 # A state, or what has its columns: [BV, N], or [N, BV] where it is narrow
@@ -183,12 +184,12 @@ def _keys(
 
 
 @triton.jit
-def _strength(strengths, chunk, C: tl.constexpr, GATED: tl.constexpr):
-    """The strength of each token, in fp32; with gates of channels it is in the keys."""
+def _beta(chunk_beta, chunk, C: tl.constexpr, GATED: tl.constexpr):
+    """The beta of each token, in fp32; with gates of channels it is in the keys."""
     if GATED == CHANNEL:
         found = tl.full([C], 1.0, tl.float32)
     else:
-        found = tl.load(strengths + chunk * C + tl.arange(0, C))
+        found = tl.load(chunk_beta + chunk * C + tl.arange(0, C))
     return found
 
 
@@ -215,29 +216,29 @@ def _decayed(S, end, BV: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _errors(S, uc, wc, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _v_new(S, uc, wc, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """U - W S."""
     return _turned(uc).to(tl.float32) - _read(S, wc, BV, DOT, PREC)
 
 
 @triton.jit
 def _after(
-    S, kc, errors, beta, b, end, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr
+    S, kc, v_new, beta, b, end, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
     """The state after a chunk."""
     S = _decayed(S, end, BV, GATED)
     if GATED == SCALAR:
         beta = beta * power(end - b)
     if GATED != CHANNEL:
-        errors = errors * _by_token(beta, BV)
-    return S + _written(errors, kc, BV, DOT, PREC)
+        v_new = v_new * _by_token(beta, BV)
+    return S + _written(v_new, kc, BV, DOT, PREC)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def summarize(
-    k, strengths, u, w, gates, bounds, states, boundary, A, alive, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
-    per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    BOUNDARY: tl.constexpr, ALIVE: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    k, chunk_beta, u, w, gates, bounds, states, boundary, A, transition_nonzero, table, k_sb, k_st, k_sh, T, H, n_seg,
+    n_chunks, per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    BOUNDARY: tl.constexpr, NONZERO: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What each segment leaves of a state of zeros, into the slot behind it, and its matrix A [B, n_seg, H, K, K].
@@ -258,13 +259,13 @@ def summarize(
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     n0 = c0
-    if ALIVE:
+    if NONZERO:
         walked, lives = c1 - c0, c1 >= c0
         if GATED == SCALAR:
             walked, lives = within_horizon(bounds + row * 2 * n_chunks, n_chunks, c0, c1, False)
         if PACKED:
             lives = lives & ~begins(table, c0, c1)
-        tl.store(alive + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
+        tl.store(transition_nonzero + (b * n_seg + seg) * H + h, lives.to(tl.int32), mask=panel == 0)
         n0 = c1 - walked if of_state else c0 if lives else c1
         S = tl.where(lives, S, 0.0)
     for c in range(n0, c1):
@@ -276,12 +277,12 @@ def summarize(
                 if BOUNDARY:
                     S = _state(boundary + (doc * H + h) * K * V, v0, of_state, K, V, BK, BV)
         bc, end = _gates(gates, at, C, K, BK, GATED)
-        strength = _strength(strengths, at, C, GATED)
+        beta = _beta(chunk_beta, at, C, GATED)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C if of_state else 0, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        errors = _errors(S, uc, wc, BV, DOT, PREC)
-        S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
+        v_new = _v_new(S, uc, wc, BV, DOT, PREC)
+        S = _after(S, kc, v_new, beta, bc, end, BV, DOT, PREC, GATED)
     if of_state:
         _put_state(slot + H * K * V, S, v0, True, K, V, BK, BV)
         if seg == 0:
@@ -295,7 +296,7 @@ def summarize(
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def output(
-    q, k, strengths, u, w, scores, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
+    q, k, chunk_beta, u, w, scores, gates, o, states, initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H,
     n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
@@ -322,7 +323,7 @@ def output(
                 if BOUNDARY:
                     S = _state(initial + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = _gates(gates, at, C, K, BK, GATED)
-        strength = _strength(strengths, at, C, GATED)
+        beta = _beta(chunk_beta, at, C, GATED)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
@@ -330,10 +331,10 @@ def output(
         oc = _read(S, qc, BV, DOT, PREC)
         if GATED != CHANNEL:
             oc = oc * _by_token(power(bc) * scale, BV)
-        errors = _errors(S, uc, wc, BV, DOT, PREC)
+        v_new = _v_new(S, uc, wc, BV, DOT, PREC)
         pc = _scores(scores + at * C * C, length, C, BK, GATED)
-        oc += _written(errors, tl.trans(pc), BV, DOT, PREC)
-        S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
+        oc += _written(v_new, tl.trans(pc), BV, DOT, PREC)
+        S = _after(S, kc, v_new, beta, bc, end, BV, DOT, PREC, GATED)
         _put_tokens(o + (b * (T // STEPS) * H + h) * V, oc, H * V, start, length, v0, C, V, BV, STEPS)
         if PACKED and LEAVES:
             _put_state(final + (doc * H + h) * K * V, S, v0, last, K, V, BK, BV)
@@ -342,13 +343,13 @@ def output(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def states(
-    k, strengths, u, w, gates, kept_errors, states, initial, entering, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
+def chunk_states(
+    k, chunk_beta, u, w, gates, kept_v_new, states, initial, entering, table, k_sb, k_st, k_sh, T, H, n_seg, n_chunks,
     per_seg, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters each chunk, transposed: entering [B H, chunks, V, K]; and its errors N^T [.., V, C]."""
+    """The state that enters each chunk, transposed: entering [B H, chunks, V, K]; and v_new N^T [.., V, C]."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
@@ -368,14 +369,14 @@ def states(
                 if BOUNDARY:
                     S = _state(initial + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = _gates(gates, at, C, K, BK, GATED)
-        strength = _strength(strengths, at, C, GATED)
+        beta = _beta(chunk_beta, at, C, GATED)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         uc = load_rows(u + at * C * V, V, C, v0, C, V, BV)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
-        errors = _errors(S, uc, wc, BV, DOT, PREC)
+        v_new = _v_new(S, uc, wc, BV, DOT, PREC)
         _keep(entering + at * V * K, S, v0, V, BV, K, BK)
-        _keep(kept_errors + at * V * C, errors, v0, V, BV, C, C)
-        S = _after(S, kc, errors, strength, bc, end, BV, DOT, PREC, GATED)
+        _keep(kept_v_new + at * V * C, v_new, v0, V, BV, C, C)
+        S = _after(S, kc, v_new, beta, bc, end, BV, DOT, PREC, GATED)
 
 
 @triton.jit
@@ -383,7 +384,7 @@ def _before(
     dS, qc, kc, wc, pc, of_outputs, beta, b, end, scale, BV: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     GATED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the state before a chunk, and of its errors; of_outputs [C, BV] is that of its outputs."""
+    """Gradients of the state before a chunk, and of v_new; of_outputs [C, BV] is that of its outputs."""
     given = _turned(of_outputs)
     dN = _read(dS, kc, BV, DOT, PREC)
     if GATED == CHANNEL:
@@ -401,8 +402,8 @@ def _before(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def collect(
-    q, k, do, strengths, w, scores, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+def summarize_backward(
+    q, k, do, chunk_beta, w, scores, gates, bounds, dstates, boundary, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, BOUNDARY: tl.constexpr,
     GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr,
@@ -433,13 +434,13 @@ def collect(
                 if BOUNDARY:
                     dS = _state(boundary + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         bc, end = _gates(gates, at, C, K, BK, GATED)
-        strength = _strength(strengths, at, C, GATED)
+        beta = _beta(chunk_beta, at, C, GATED)
         qc = _keys(q, start, q_st, length, at, C, K, BK, GATED, STEPS)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         oc = load_tokens(do, do_st, start, length, v0, C, V, BV, STEPS)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         pc = _scores(scores + at * C * C, length, C, BK, GATED)
-        dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
+        dS, dN = _before(dS, qc, kc, wc, pc, oc, beta, bc, end, scale, BV, DOT, PREC, GATED)
         if PACKED:
             dS = tl.where(first, 0.0, dS)
     _put_state(slot, dS, v0, True, K, V, BK, BV)
@@ -451,14 +452,14 @@ def collect(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def back(
-    q, k, do, strengths, w, scores, gates, derrors, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh,
+def output_backward(
+    q, k, do, chunk_beta, w, scores, gates, dv_new, dstates, dfinal, dinitial, leaving, table, q_sb, q_st, q_sh,
     k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the errors, [B H, chunks, V, C], and of the state that leaves each chunk, transposed: [.., V, K]."""
+    """Gradients of v_new, [B H, chunks, V, C], and of the state that leaves each chunk, transposed: [.., V, K]."""
     begin(PDL)
     v0, row, seg = tl.program_id(0) * BV, tl.program_id(1).to(tl.int64), tl.program_id(2)
     b = row // H
@@ -483,14 +484,14 @@ def back(
                     dS = _state(dfinal + (doc * H + h) * K * V, v0, True, K, V, BK, BV)
         _keep(leaving + at * V * K, dS, v0, V, BV, K, BK)
         bc, end = _gates(gates, at, C, K, BK, GATED)
-        strength = _strength(strengths, at, C, GATED)
+        beta = _beta(chunk_beta, at, C, GATED)
         qc = _keys(q, start, q_st, length, at, C, K, BK, GATED, STEPS)
         kc = _keys(k, start, k_st, length, at, C, K, BK, GATED)
         oc = load_tokens(do, do_st, start, length, v0, C, V, BV, STEPS)
         wc = load_rows(w + at * C * K, K, C, 0, C, K, BK)
         pc = _scores(scores + at * C * C, length, C, BK, GATED)
-        dS, dN = _before(dS, qc, kc, wc, pc, oc, strength, bc, end, scale, BV, DOT, PREC, GATED)
-        _keep(derrors + at * V * C, dN, v0, V, BV, C, C)
+        dS, dN = _before(dS, qc, kc, wc, pc, oc, beta, bc, end, scale, BV, DOT, PREC, GATED)
+        _keep(dv_new + at * V * C, dN, v0, V, BV, C, C)
         if PACKED:
             if LEAVES:
                 _put_state(dinitial + (doc * H + h) * K * V, dS, v0, first, K, V, BK, BV)

@@ -14,7 +14,7 @@ from flexsp.kernels.functions import Like
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.diagonal.launches import DiagonalPlan
+    from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
     from flexsp.kernels.operators import Asked
 
 __all__ = ["Diagonal", "diagonal"]
@@ -35,14 +35,14 @@ class Diagonal(Engine):
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
-        return make_plan(q, v, asked.docs)
+        return make_plan(q, v, asked.n_docs)
 
-    def plan(self, tiling: Any, asked: Asked, early: bool) -> DiagonalPlan:
-        from flexsp.kernels.diagonal.launches import DiagonalPlan
+    def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
+        from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(
-            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, early, self.text, v.dtype
+            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype
         )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class _InPytorch:
     def like(self, how: str, asked: Asked) -> Like:
         q, _, v, *_ = asked.tensors
         (B, T, H, K), V = q.shape, v.shape[-1]
-        states = asked.docs or B, H, K, V
+        states = asked.n_docs or B, H, K, V
         return Like((B, T, H, V), v.dtype, states, torch.promote_types(q.dtype, torch.float32))
 
 

@@ -25,7 +25,7 @@ class Tiling:
     H: int
     K: int
     V: int
-    docs: int
+    n_docs: int
     tiles: Tiles
     n_chunks: int
     per_seg: int
@@ -36,22 +36,22 @@ class Tiling:
         return self.tiles.chunk
 
 
-def make_plan(q: torch.Tensor, v: torch.Tensor, docs: int) -> Tiling:
-    """Tiling for q [B, T, H, K], v [B, T, H, V] and `docs` packed documents (0: not packed), on q's GPU."""
-    sizes = (*q.shape, v.shape[-1], docs)
+def make_plan(q: torch.Tensor, v: torch.Tensor, n_docs: int) -> Tiling:
+    """Tiling for q [B, T, H, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU."""
+    sizes = (*q.shape, v.shape[-1], n_docs)
     build = plan_of if all(type(n) is int for n in sizes) else plan_of.__wrapped__  # symbolic sizes have no hash
     return build(q.dtype, *sizes, of_device(q.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, docs: int, device: Device) -> Tiling:
+def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, device: Device) -> Tiling:
     """As `make_plan`, of sizes."""
     check_heads("q", B, H)
-    choice = tiles.choose(dtype, K, V, device, docs > 0)
-    n_chunks = -(-T // choice.chunk) + docs
+    choice = tiles.choose(dtype, K, V, device, n_docs > 0)
+    n_chunks = -(-T // choice.chunk) + n_docs
     per_seg = tiles.segment_length(n_chunks, B * H, device.programs)
     assert per_seg <= tiles.MOST_CHUNKS, f"{per_seg} chunks a segment: summarize_kernel sees {tiles.MOST_CHUNKS}"
-    return Tiling(B, T, H, K, V, docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
+    return Tiling(B, T, H, K, V, n_docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
 
 
 def decay_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.gated_keys.tiles import half, rows_of, running_gates, wild
+from flexsp.kernels.gated_keys.tiles import half, rows_of, running_gates, up_to_last_large
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_rows, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -96,12 +96,12 @@ def _of_keys(
 
 
 @triton.jit
-def _of_mild_keys(
+def _of_keys_small(
     q, k, g, v, do, b, entering, leaving, dq, dk, dg, q_st, k_st, g_st, v_st, do_st, stride, length, at, scale,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """The same of mild gates, of which none is below -104: with r half of what they add up to, q e^{b - r} and
+    """The same of small gates, of which none is below -104: with r half of what they add up to, q e^{b - r} and
     k e^{r - b} are what pairs read. Gradients of gates are sums of products with these, as they were rounded."""
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
@@ -155,7 +155,7 @@ def _of_chunk(
     q, k, g, v, do, b, gated_k, scores, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, c, part,
     K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, MILD: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    LEVELS: tl.constexpr, SMALL_GATES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One part: that of BN channels of keys or, the last one, that of values."""
     row = tl.program_id(1).to(tl.int64)
@@ -172,8 +172,8 @@ def _of_chunk(
         g += batch * g_sb + h * g_sh + start * g_st
         v += batch * v_sb + h * v_sh + start * v_st
         b += chunk * C * K
-        if MILD:
-            _of_mild_keys(
+        if SMALL_GATES:
+            _of_keys_small(
                 q, k, g, v, do, b, entering, leaving, dq + token * K, dk + token * K, dg + token * K, q_st, k_st, g_st,
                 v_st, do_st, H * K, length, part * BN, scale, K, V, BN, BV, C, DOT, PREC,
             )  # fmt: skip
@@ -190,15 +190,15 @@ def _of_chunk(
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
-def mild_key_grads(
-    q, k, g, v, do, b, gated_k, scores, mild, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
-    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+def key_grads_small(
+    q, k, g, v, do, b, gated_k, scores, small_gates, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, K: tl.constexpr,
+    V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a chunk of o = scale (q e^b S + scores v): a program for each BN channels of keys, and one for dv.
 
-    Of use where its gates are mild: elsewhere `key_grads` leaves all anew."""
+    Of use where its gates are small: elsewhere `key_grads` leaves all anew."""
     begin(PDL)
     _of_chunk(
         q, k, g, v, do, b, gated_k, scores, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb, k_st,
@@ -209,19 +209,18 @@ def mild_key_grads(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def key_grads(
-    q, k, g, v, do, b, gated_k, scores, mild, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
-    K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr,
-    LEVELS: tl.constexpr, RUN: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k, g, v, do, b, gated_k, scores, small_gates, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, K: tl.constexpr,
+    V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    RUN: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for any gates, of those chunks that are not mild: a program has a part of RUN of them. With RUN = 1 of
-    all chunks."""
+    """The same for any gates, of those chunks whose gates are not small: a program has a part of RUN of them. With RUN
+    = 1 of all chunks."""
     begin(PDL)
     at = tl.program_id(0) // PARTS * RUN
-    mild += tl.program_id(1).to(tl.int64) * n_chunks
-    for n in range(wild(mild, at, n_chunks, RUN)):
-        if wild(mild, at + n, at + n + 1, RUN) > 0:
+    small_gates += tl.program_id(1).to(tl.int64) * n_chunks
+    for n in range(up_to_last_large(small_gates, at, n_chunks, RUN)):
+        if up_to_last_large(small_gates, at + n, at + n + 1, RUN) > 0:
             _of_chunk(
                 q, k, g, v, do, b, gated_k, scores, entering, leaving, dq, dk, dg, dv, table, q_sb, q_st, q_sh, k_sb,
                 k_st, k_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale, at + n,

@@ -5,22 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.gated_keys.tiles import far_apart, half, last_row, running_gates, wild
+from flexsp.kernels.gated_keys.tiles import far_apart, half, last_row, running_gates, up_to_last_large
 from flexsp.kernels.primitives import chunk_info, load_rows, mm, store_rows
 from flexsp.runtime.launch import begin
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def gate_mild_keys(
-    q, k, g, b, gated_q, gated_k, scores, mild, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, T, H,
-    K: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+def gate_keys_small(
+    q, k, g, b, gated_q, gated_k, scores, small_gates, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, T,
+    H, K: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """q e^{b_i}, k e^{b_C - b_i} and sum_d q_id k_jd e^{b_id - b_jd} for j <= i, of running gates b of a chunk.
 
     A chunk a program, its channels in blocks of BN. Queries and keys are decayed by way of half of what a chunk's gates
-    add up to. Of b [chunks, C, K] the last row is left, which walks read. `mild` [chunks] says where gates are mild
-    enough for that: elsewhere `gate_keys` leaves all anew.
+    add up to. Of b [chunks, C, K] the last row is left, which walks read. `small_gates` [chunks] says where gates are
+    small enough for that: elsewhere `gate_keys` leaves all anew.
     """
     begin(PDL)
     c = tl.program_id(0)
@@ -52,7 +52,7 @@ def gate_mild_keys(
         store_rows(gated_k + chunk * C * K, y * rest, K, C, at, C, K, BN)
         pairs += tl.where(i > j, mm(x, tl.trans(y), DOT, PREC), tl.where(i == j, own_pair[:, None], 0.0))
     tl.store(scores + chunk * C * C + i * C + j, pairs.to(scores.dtype.element_ty))
-    tl.store(mild + chunk, tl.where(far == 0, 1, 0))
+    tl.store(small_gates + chunk, tl.where(far == 0, 1, 0))
 
 
 @triton.jit
@@ -83,13 +83,12 @@ def _gate_chunk(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def gate_keys(
-    q, k, g, b, gated_q, gated_k, scores, mild, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, T, H,
-    n_chunks,
-    K: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    q, k, g, b, gated_q, gated_k, scores, small_gates, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, T,
+    H, n_chunks, K: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, RUN: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `gate_mild_keys`, for any gates, of those chunks that are not mild: a program has RUN of them. With RUN = 1 of
-    all chunks.
+    """As `gate_keys_small`, for any gates, of those chunks whose gates are not small: a program has RUN of them. With
+    RUN = 1 of all chunks.
 
     Pairs are decayed by way of the row between two halves, as in `scores_kernel`. All rows of b are left, which
     gradients read.
@@ -98,11 +97,11 @@ def gate_keys(
     row = tl.program_id(1).to(tl.int64)
     batch, h = row // H, row % H
     at = tl.program_id(0) * RUN
-    todo = wild(mild + row * n_chunks, at, n_chunks, RUN)
+    todo = up_to_last_large(small_gates + row * n_chunks, at, n_chunks, RUN)
     for n in range(todo):
         c = at + n
         chunk = row * n_chunks + c
-        if wild(mild + row * n_chunks, c, c + 1, RUN) > 0:
+        if up_to_last_large(small_gates + row * n_chunks, c, c + 1, RUN) > 0:
             start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
             _gate_chunk(
                 q + batch * q_sb + h * q_sh + start * q_st, k + batch * k_sb + h * k_sh + start * k_st,

@@ -51,18 +51,18 @@ def last_row(b, C: tl.constexpr):
 
 @triton.jit
 def far_apart(end):
-    """In how many channels gates add up to so much, `end`, that half of it is a large factor: 0 where gates are mild.
+    """In how many channels gates add up to so much, `end`, that half of it is a large factor: 0 where gates are small.
     NaN is much."""
     return tl.sum((~(end >= _MUCH)).to(tl.int32), axis=0)
 
 
 @triton.jit
-def wild(mild, at, end, RUN: tl.constexpr):
-    """How many of the RUN chunks from `at` on, which end before `end`, are to be looked at one by one: up to the last
-    one whose gates are not mild. 1 where RUN is 1: then it is not said which are."""
+def up_to_last_large(small_gates, at, end, RUN: tl.constexpr):
+    """How many of the RUN chunks from `at` on, which end before `end`, there are up to the last one whose gates are not
+    small. 1 where RUN is 1: then `small_gates` is not read."""
     count = 1
     if RUN > 1:
         c = tl.arange(0, RUN)
-        said = tl.load(mild + at + c, mask=at + c < end, other=1)
+        said = tl.load(small_gates + at + c, mask=at + c < end, other=1)
         count = tl.max(tl.where(said == 0, c + 1, 0), axis=0)
     return count

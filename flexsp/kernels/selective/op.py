@@ -16,7 +16,7 @@ from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.selective.launches import SelectivePlan
+    from flexsp.kernels.selective.selective_plan import SelectivePlan
 
 __all__ = ["NAME", "selective"]
 
@@ -32,19 +32,19 @@ class _Selective(Engine):
     params = frozenset(("A", "skip", "bias"))
 
     def __init__(self, form: str) -> None:
-        from flexsp.kernels.selective.launches import Form
+        from flexsp.kernels.selective.selective_plan import Form
 
         flags, self.text = form.split("|", 1)
         self.form, self.computes = form, Form(*(x == "1" for x in flags))
         self.names = self.computes.names
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.selective.launches import make_plan
+        from flexsp.kernels.selective.selective_plan import make_plan
 
-        return make_plan(asked.tensors[0], asked.tensors[2].shape[-1], asked.docs)
+        return make_plan(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs)
 
-    def plan(self, tiling: Any, asked: Asked, early: bool) -> SelectivePlan:
-        from flexsp.kernels.selective.launches import SelectivePlan
+    def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> SelectivePlan:
+        from flexsp.kernels.selective.selective_plan import SelectivePlan
 
         u, delta, *_ = asked.tensors
         initial = asked.initial is not None
@@ -73,7 +73,7 @@ class _InPytorch:
 
     def like(self, how: str, asked: Asked) -> Like:
         u, _, A, *_ = asked.tensors
-        return Like(tuple(u.shape), u.dtype, (asked.docs or u.shape[0], *A.shape), A.dtype)
+        return Like(tuple(u.shape), u.dtype, (asked.n_docs or u.shape[0], *A.shape), A.dtype)
 
 
 functions.define(_Selective.kind, _InPytorch())
@@ -101,10 +101,10 @@ def selective(
             )  # fmt: skip
         if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
             call += f", boundaries {cu_seqlens.tolist()}"
-        docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        asked = Asked(tensors, initial_state, cu_seqlens, docs, 1.0, output_final_state, sp)
+        n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        asked = Asked(tensors, initial_state, cu_seqlens, n_docs, 1.0, output_final_state, sp)
         return _InPytorch().run(f"{flags}|{call}", asked)
-    from flexsp.kernels.selective.launches import channels_of_head
+    from flexsp.kernels.selective.selective_plan import channels_of_head
 
     heads = (-1, channels_of_head(*A.shape))
     optional = [None if D is None else D.unflatten(0, heads), None if z is None else z.unflatten(2, heads),

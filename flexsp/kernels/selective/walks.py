@@ -243,7 +243,7 @@ def summarize_kernel(
 ):  # fmt: skip
     """states [batch, n_seg + 1, D, N]: what segment s adds in slot s + 1; its log decay in decay [batch, n_seg, D, N].
 
-    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [docs, D, N]: states before packed documents.
+    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [n_docs, D, N]: states before packed documents.
     """
     begin(PDL)
     d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
@@ -359,7 +359,7 @@ def output_kernel(
 
 
 @triton.jit
-def collect_kernel(
+def summarize_backward_kernel(
     delta, A, Cs, z, bias, do, dstates, dfinal, table,
     e_sb, e_st, e_sh, z_sb, z_st, z_sh, o_sb, o_st, o_sh, T, n_seg, n_chunks, per_seg,
     D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
@@ -419,7 +419,7 @@ def collect_kernel(
 
 
 @triton.jit
-def chunks_kernel(
+def chunk_states_kernel(
     u, delta, A, B, bias, states, initial, chunks, table,
     u_sb, u_st, u_sh, e_sb, e_st, e_sh, T, n_seg, n_chunks, per_seg,
     D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,

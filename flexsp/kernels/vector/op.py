@@ -11,7 +11,7 @@ from flexsp.kernels.engine import Engine, register
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.operators import Asked
-    from flexsp.kernels.vector.launches import VectorPlan
+    from flexsp.kernels.vector.vector_plan import VectorPlan
 
 __all__ = ["vector_state"]
 
@@ -28,12 +28,12 @@ class _Vector(Engine):
         self.form = form
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.vector.launches import make_plan
+        from flexsp.kernels.vector.vector_plan import make_plan
 
-        return make_plan(asked.tensors[0], asked.docs)
+        return make_plan(asked.tensors[0], asked.n_docs)
 
-    def plan(self, tiling: Any, asked: Asked, early: bool) -> VectorPlan:
-        from flexsp.kernels.vector.launches import VectorPlan
+    def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> VectorPlan:
+        from flexsp.kernels.vector.vector_plan import VectorPlan
 
         x, g = asked.tensors
         return VectorPlan(tiling, x.dtype, g.dtype, asked.initial is not None, asked.want_final, self.form)
@@ -48,7 +48,7 @@ def vector_state(
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """h_t = e^{g_t} h_{t-1} + x_t of x and natural-log gates g [B, T, D], already validated: all h_t in x's dtype, and
     the final states [N, D]. Gates below -104 act as that, and have no gradient."""
-    from flexsp.kernels.vector.launches import channels_of_head
+    from flexsp.kernels.vector.vector_plan import channels_of_head
 
     heads = (-1, channels_of_head(x.shape[2]))
     tensors = [x.unflatten(2, heads), g.unflatten(2, heads)]

@@ -49,7 +49,7 @@ def summarize_kernel(
 ):  # fmt: skip
     """states [batch, n_seg + 1, D]: what segment s adds in slot s + 1; its log decay in decay [batch, n_seg, D].
 
-    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [docs, D]: states before packed documents.
+    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [n_docs, D]: states before packed documents.
     """
     begin(PDL)
     d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
@@ -116,7 +116,7 @@ def output_kernel(
 
 
 @triton.jit
-def collect_kernel(
+def summarize_backward_kernel(
     g, do, dstates, dfinal, table,
     g_sb, g_st, g_sh, o_sb, o_st, o_sh, T, n_seg, n_chunks, per_seg,
     D: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,

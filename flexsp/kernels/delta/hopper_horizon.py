@@ -25,7 +25,7 @@ from flexsp.kernels.delta.hopper import (
     tiles,
 )
 
-__all__ = ["reach"]
+__all__ = ["segment_horizon"]
 
 _NOTHING = gl.constexpr(-140.0)  # log2 of what is left
 _LEAST = gl.constexpr(2.0**-149)  # of float32
@@ -55,7 +55,7 @@ def _begins(table, c0, c1):
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
-def reach(
+def segment_horizon(
     reads, writes, inverse, decay, growth, found, table, T, H, n_seg, n_chunks, per_seg,
     K: gl.constexpr, C: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip

@@ -12,8 +12,8 @@ from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, summarize
 from flexsp.kernels.diagonal.plan import NAME, Tiling, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, SameTokenStride, named
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride, named
 from flexsp.kernels.primitives import dots
 
 __all__ = ["DiagonalPlan"]
@@ -36,7 +36,7 @@ class DiagonalPlan(SegmentedPlan):
         dtype: of q and k, and of what products multiply.
         gate: "g", the input with a number a token that the state decays by, or the name of one with a number a head;
             None where it does not decay.
-        early: dq is walked before the gradients of states come in.
+        dq_first: dq is walked before the gradients of states come in.
         values: the type of v and of the outputs; None for `dtype`.
     """
 
@@ -45,21 +45,18 @@ class DiagonalPlan(SegmentedPlan):
     gate: str | None
     scale: float
     initial: bool
-    ends: bool
-    early: bool
+    returns_final: bool
+    dq_first: bool
     text: str
     values: torch.dtype | None = None
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (
-            primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-            grads.dkv_kernel, grads.gate_grad_kernel,
-        )
-    }  # fmt: skip
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel,
+    )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         return {
-            "name": NAME, "sparse": self.docs > 0, "optional": frozenset(named(self.gate)),
+            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate)),
             "by_head": frozenset({"g"}), "by_token": frozenset({"g_gamma"}),
         }  # fmt: skip
 
@@ -88,7 +85,7 @@ class DiagonalPlan(SegmentedPlan):
         read_tiles, of_head = _count(p.K, dq.bk), gate != "g"
         scratch = {
             "@edges": (self._dk_tiles, p.B, p.n_seg, p.H),
-            "@ends": (p.docs, p.H, read_tiles, dq.bk),
+            "@ends": (p.n_docs, p.H, read_tiles, dq.bk),
             "@reads": self._sums(read_tiles, dq.parts),
             "@pairs": self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else dk.parts),
             "@writes": self._sums(self._dk_tiles, dk.parts),
@@ -131,15 +128,15 @@ class DiagonalPlan(SegmentedPlan):
         gates = [] if self.gate is None else [self._gate_sums(self.gate)]
         return [*gates, self._summarize("k", "v", "@states", initial, reverse=False, zero=zero)]
 
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [self._summarize("q", "do", "@dstates", last, reverse=True, zero=zero)]
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        return [self._dq(last, wanted)] if self.early else []
+        return [self._dq(last, wanted)] if self.dq_first else []
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         tiles, dgate = self.tiling.tiles, self.gate in wanted
-        dq = [] if self.early else [self._dq(last, wanted)]
+        dq = [] if self.dq_first else [self._dq(last, wanted)]
         if tiles.dv is None:
             dkv = [self._dkv(tiles.dk, last, to, "d_k", True, dgate)]
         else:

@@ -19,14 +19,14 @@ from flexsp.compiler.backend.body import Kernel
 from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.backend.walks import HELD, WALKS
-from flexsp.compiler.graphs.differentiate import Intrinsic, Saved
+from flexsp.compiler.graphs.differentiate import ChunkTensor, Intrinsic
 from flexsp.compiler.graphs.stages import Stage
 from flexsp.compiler.graphs.values import is_state
 from flexsp.compiler.planning.capacity import copied_over
 from flexsp.compiler.planning.exact import ExactSegments
 from flexsp.exceptions import fail
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["GeneratedPlan", "Tiling"]
@@ -38,9 +38,9 @@ _F32 = torch.float32
 class Tiling:
     """Chunks, segments and tiles of one call; `blocks` are padded sizes by name.
 
-    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `collect` and the scan that joins
-    segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks.
-    `sure`: by estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
+    `schedule`: "fused" is one walk over all chunks of a head, without `summarize`, `summarize_backward` and the scan
+    that joins segments; "segmented" has them. A fused plan has one segment, at least one chunk and no ranks. `sure`: by
+    estimate, a block has the shared memory that each kernel needs; else only compiling them tells.
     """
 
     chunk: int
@@ -73,15 +73,15 @@ class GeneratedPlan(ExactSegments):
     B: int
     H: int
     T: int
-    docs: int
+    n_docs: int
     dtype: torch.dtype
     initial: bool = False
-    ends: bool = True
+    returns_final: bool = True
 
     def __post_init__(self) -> None:
         code, tiling = self.code.sized(self.sizes), self.tiling
         vars(self).update(
-            code=code, name=code.program.merge.name, text=code.program.call_text(self.dtype, self.docs > 0),
+            code=code, name=code.program.merge.name, text=code.program.call_text(self.dtype, self.n_docs > 0),
             chunk=tiling.chunk, n_chunks=tiling.n_chunks, n_seg=tiling.n_seg, sparse=bool(code.layout.parts),
             surely_fits=tiling.sure, scanned=tiling.schedule == "segmented",
         )  # fmt: skip
@@ -102,7 +102,8 @@ class GeneratedPlan(ExactSegments):
 
     @property
     def _maxima(self) -> bool:
-        """Whether states are max(S + a, F). Then `collect` leaves what passes a segment backward, "@passed"."""
+        """Whether states are max(S + a, F). Then `summarize_backward` leaves what passes a segment backward,
+        "@passed"."""
         return self.code.program.transition == "max-plus"
 
     @property
@@ -185,7 +186,7 @@ class GeneratedPlan(ExactSegments):
             found.append(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_chunks))
         return found
 
-    def _kept_values(self) -> dict[str, Saved]:
+    def _kept_values(self) -> dict[str, ChunkTensor]:
         """Values kept of every chunk. Of the gradients of an intrinsic some may be those of constants, which nothing
         reads; they are like the others."""
         kept = self.code.layout.kept
@@ -199,7 +200,7 @@ class GeneratedPlan(ExactSegments):
     def _role(self, kept: str) -> Role:
         return Role.SAVED if kept in self.code.saved else Role.SCRATCH
 
-    def _kept(self, kept: Saved) -> tuple[torch.dtype, tuple[int, ...]]:
+    def _kept(self, kept: ChunkTensor) -> tuple[torch.dtype, tuple[int, ...]]:
         # Where products are of fp32, an inverse, and what is made with it, is not rounded on the way.
         wide = kept.wide or (self.code.inverts and self.products != torch.bfloat16)
         shape = [self.chunk if s == "C" else self.sizes[s] for s in kept.dims]
@@ -225,13 +226,13 @@ class GeneratedPlan(ExactSegments):
 
     def _forward(self) -> list[LaunchSpec]:
         launches = [*self._stages(False, []), *self.choose()]
-        given, final = "@initial" if self.initial else None, "@final" if self.ends else None
+        given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
         if self.scanned:
             launches += [*self._around_parts("@states"), *self._summarize(), self._propagate("@states", False)]
         states, given = "@states" if self.scanned else None, self.in_walk(given)
         launches += self._walk(
             "output", [states, given, final, self._table], named(states, given), named(final),
-            ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.ends,
+            ENTERS=self.scanned, BOUNDARY=given is not None, LEAVES=self.returns_final,
         )  # fmt: skip
         return launches if self.n_chunks else self.without_tokens(launches, self._unit())
 
@@ -250,31 +251,32 @@ class GeneratedPlan(ExactSegments):
         last = self.in_walk(after)
         states, dstates = ("@states", "@dstates") if self.scanned else (None, None)
         entering = self._walk(
-            "states", [states, initial, "@entering", self._table], named(states, initial), ("@entering",),
+            "chunk_states", [states, initial, "@entering", self._table], named(states, initial), ("@entering",),
             ENTERS=self.scanned, BOUNDARY=initial is not None,
         )  # fmt: skip
         middle: list[LaunchSpec] = []
         passed = ["@passed"] if self._maxima else []
         if self.scanned:
-            others = ["@dstates", after, *passed, *self._entering("collect"), self._table]
-            reads = named(after, *self._entering("collect"))
+            others = ["@dstates", after, *passed, *self._entering("summarize_backward"), self._table]
+            reads = named(after, *self._entering("summarize_backward"))
             middle = [
                 *self._around_parts("@dstates"),
-                *self._walk("collect", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
+                *self._walk("summarize_backward", others, reads, ("@dstates", *passed), BOUNDARY=after is not None),
                 self._propagate("@dstates", True),
             ]
         dinitial_of = "@dinitial" if dinitial else None
         back = self._walk(
-            "back", [dstates, last, dinitial_of, "@leaving", *self._entering("back"), self._table],
-            named(dstates, last, *self._entering("back")), named(dinitial_of, "@leaving"),
+            "output_backward",
+            [dstates, last, dinitial_of, "@leaving", *self._entering("output_backward"), self._table],
+            named(dstates, last, *self._entering("output_backward")), named(dinitial_of, "@leaving"),
             ENTERS=self.scanned, BOUNDARY=last is not None, LEAVES=dinitial,
         )  # fmt: skip
-        early = code.kernels["collect"].entering
+        early = code.kernels["summarize_backward"].entering
         launches = [*entering, *middle, *back] if early else [*middle, *entering, *back]
         of_chunk = ["@entering", "@leaving"]
         launches += self._stages(True, of_chunk)
         launches.append(self._chunkwise("grads", plan.part, of_chunk))
-        launches += [self._chunkwise("gather", plan.small, of_chunk)] if code.small else []
+        launches += [self._chunkwise("reduce_gate_grads", plan.small, of_chunk)] if code.small else []
         launches += self.grads()
         if self.n_chunks:
             return launches
@@ -283,7 +285,7 @@ class GeneratedPlan(ExactSegments):
 
     @property
     def _table(self) -> str | None:
-        return "@table" if self.docs else None
+        return "@table" if self.n_docs else None
 
     def _entering(self, kind: str) -> list[str]:
         """What walks from right to left may read besides."""
@@ -296,7 +298,7 @@ class GeneratedPlan(ExactSegments):
             carried: list[str | None] = ["@A"]
         else:
             decay = [] if self.code.program.transition == "none" else ["@decay"]
-            carried = [*decay, "@cut" if self.docs else None]
+            carried = [*decay, "@cut" if self.n_docs else None]
         others = ["@states", initial, *carried, self._table]
         writes = ("@states", *(x for x in named(*carried) if x != "@cut"))
         return self._walk("summarize", others, named(initial), writes, BOUNDARY=self.initial)
@@ -307,7 +309,7 @@ class GeneratedPlan(ExactSegments):
         return [zeroed(states)] if self.code.dense and not all(holds) else []
 
     def _propagate(self, states: str, reverse: bool) -> LaunchSpec:
-        cut = "@cut" if self.docs and not self.code.dense else None
+        cut = "@cut" if self.n_docs and not self.code.dense else None
         return scan(states, "@passed" if reverse and self._maxima else self._carries, cut, reverse=reverse)
 
     def _generated(
@@ -320,7 +322,7 @@ class GeneratedPlan(ExactSegments):
         pointers, numbers = (*given, *kernel.writes, *others), self._numbers(kernel, kind.removeprefix(EXACT) in WALKS)
         return LaunchSpec(
             kind, how, grid, pointers, (*given, *reads), (*kernel.writes, *writes), numbers,
-            self._constants(how) | {"PACKED": self.docs > 0, **dots(self.products)} | {**flags}, how.options,
+            self._constants(how) | {"PACKED": self.n_docs > 0, **dots(self.products)} | {**flags}, how.options,
         )  # fmt: skip
 
     def of_tokens(
@@ -384,7 +386,7 @@ class GeneratedPlan(ExactSegments):
         pointers = (*args, *written, self._table)
         grid = (self.n_chunks, self.B * self.H, 1)
         how = Launch(0, intrinsic_kernels.warps(what.kind, self.products == torch.bfloat16), 1)
-        constants: dict[str, Any] = {"C": self.chunk, "PACKED": self.docs > 0}
+        constants: dict[str, Any] = {"C": self.chunk, "PACKED": self.n_docs > 0}
         numbers: tuple[int | str, ...] = (self.T,)
         options = {"num_warps": how.warps}
         if what.kind == "inverse":

@@ -26,8 +26,8 @@ def _through(A, place, rows, cols, width, K: tl.constexpr, BK: tl.constexpr, BV:
 
 
 @triton.jit(do_not_specialize=["H", "n_seg", "edge_slots"])
-def join(
-    states, A, alive, edges, total, H, n_seg, edge_slots,
+def scan_segments(
+    states, A, transition_nonzero, edges, total, H, n_seg, edge_slots,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, WHOLE: tl.constexpr,
     GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def join(
         new = load_state(slot, 0, v0, of_state, K, V, BK, BV)
         lives = True
         if GATED:
-            lives = tl.load(alive + (b * n_seg + s) * H + h) != 0
+            lives = tl.load(transition_nonzero + (b * n_seg + s) * H + h) != 0
         passes = passes & lives  # what is behind such a segment may be NaN, and the product is zero for good
         tl.debug_barrier()  # the state is read again by other threads than those that stored it
         if lives & (of_state | passes):

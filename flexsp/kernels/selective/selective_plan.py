@@ -12,8 +12,8 @@ import triton
 
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, gradient_of
-from flexsp.kernels.launches import Launch, LaunchSpec, named, step, zeroed
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step, zeroed
 from flexsp.kernels.selective import grads, walks
 from flexsp.scan.dense import MOST
 
@@ -53,7 +53,7 @@ class Tiling:
     D: int
     N: int
     P: int
-    docs: int
+    n_docs: int
     block: int
     numbers: int
     n_chunks: int
@@ -75,25 +75,25 @@ def channels_of_head(D: int, N: int) -> int:
     return next(size for size in range(min(D, MOST // N), 0, -1) if D % size == 0)
 
 
-def make_plan(u: torch.Tensor, N: int, docs: int) -> Tiling:
-    """Tiling for u [batch, T, H, P] and `docs` packed documents (0: not packed), on the GPU that u is on."""
-    sizes = (*u.shape, N, docs)
+def make_plan(u: torch.Tensor, N: int, n_docs: int) -> Tiling:
+    """Tiling for u [batch, T, H, P] and `n_docs` packed documents (0: not packed), on the GPU that u is on."""
+    sizes = (*u.shape, N, n_docs)
     build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
     return build(*sizes, of_device(u.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_of(batch: int, T: int, H: int, P: int, N: int, docs: int, device: Device) -> Tiling:
+def _plan_of(batch: int, T: int, H: int, P: int, N: int, n_docs: int, device: Device) -> Tiling:
     D, numbers = H * P, triton.next_power_of_2(N)
     if batch * H > MOST_HEADS:
         blocks = f"blocks of {P} channels, the largest divisor of D = {D} up to {MOST // N}"
         raise NotAvailable(f"u: {NAME} takes at most {MOST_HEADS} {blocks}, in all sequences, got {batch * H}")
     block = max(1, min(triton.next_power_of_2(D), _CHANNELS, _NUMBERS // numbers))
-    n_chunks = -(-T // _CHUNK) + docs
+    n_chunks = -(-T // _CHUNK) + n_docs
     wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
     per_seg = max(1, -(-n_chunks // max(1, min(n_chunks, wanted))))
     n_seg = max(1, -(-n_chunks // per_seg))
-    return Tiling(batch, T, D, N, P, docs, block, numbers, n_chunks, per_seg, n_seg)
+    return Tiling(batch, T, D, N, P, n_docs, block, numbers, n_chunks, per_seg, n_seg)
 
 
 def _padded(B: torch.Tensor, C: torch.Tensor, to_B: torch.Tensor, to_C: torch.Tensor) -> None:
@@ -131,18 +131,16 @@ class SelectivePlan(SegmentedPlan):
     dtype: torch.dtype
     delta: torch.dtype
     initial: bool
-    ends: bool
+    returns_final: bool
     text: str
     filler: ClassVar[str] = "u"
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (
-            walks.summarize_kernel, walks.output_kernel, walks.collect_kernel, walks.chunks_kernel, grads.grads_kernel
-        )
-    }  # fmt: skip
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,
+        grads.grads_kernel,
+    )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
-        return {"name": NAME, "sparse": self.docs > 0}
+        return {"name": NAME, "sparse": self.n_docs > 0}
 
     # Buffers
 
@@ -202,11 +200,11 @@ class SelectivePlan(SegmentedPlan):
             GATE=self.form.gate,
         )]  # fmt: skip
 
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [
             step("padded", _padded, ("B", "C"), ("@wide_B", "@wide_C")),
             self._walk(
-                "collect_kernel", ["delta", "A", "@wide_C", self._z, self._bias, "do", "@dstates", last],
+                "summarize_backward_kernel", ["delta", "A", "@wide_C", self._z, self._bias, "do", "@dstates", last],
                 ["@dstates"], ["delta", self._z or "u", "do"], FINAL=last is not None, ZERO=zero, GATE=self.form.gate,
             ),
         ]  # fmt: skip
@@ -220,8 +218,8 @@ class SelectivePlan(SegmentedPlan):
         made = ["d_u", "d_delta", "d_A", "@parts", dskip, "d_z" if form.gate else None, dbias]
         return [
             self._walk(
-                "chunks_kernel", ["u", "delta", "A", "@wide_B", self._bias, "@states", first, "@chunks"], ["@chunks"],
-                ["u", "delta"], ZOH=form.zoh, INITIAL=first is not None,
+                "chunk_states_kernel", ["u", "delta", "A", "@wide_B", self._bias, "@states", first, "@chunks"],
+                ["@chunks"], ["u", "delta"], ZOH=form.zoh, INITIAL=first is not None,
             ),
             self._walk(
                 "grads_kernel",

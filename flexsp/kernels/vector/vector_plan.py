@@ -12,8 +12,8 @@ import triton
 
 from flexsp.devices import MOST_HEADS, Device, of_device
 from flexsp.exceptions import NotAvailable
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan
-from flexsp.kernels.launches import Launch, LaunchSpec, named
+from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 from flexsp.kernels.vector import walks
 from flexsp.scan.dense import MOST
 
@@ -35,7 +35,7 @@ class Tiling:
     T: int
     D: int
     P: int
-    docs: int
+    n_docs: int
     block: int
     n_chunks: int
     per_seg: int
@@ -53,25 +53,25 @@ def channels_of_head(D: int) -> int:
     return next(size for size in range(min(D, MOST), 0, -1) if D % size == 0)
 
 
-def make_plan(x: torch.Tensor, docs: int) -> Tiling:
-    """Tiling for x [batch, T, H, P] and `docs` packed documents (0: not packed), on the GPU that x is on."""
-    sizes = (*x.shape, docs)
+def make_plan(x: torch.Tensor, n_docs: int) -> Tiling:
+    """Tiling for x [batch, T, H, P] and `n_docs` packed documents (0: not packed), on the GPU that x is on."""
+    sizes = (*x.shape, n_docs)
     build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
     return build(*sizes, of_device(x.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_of(batch: int, T: int, H: int, P: int, docs: int, device: Device) -> Tiling:
+def _plan_of(batch: int, T: int, H: int, P: int, n_docs: int, device: Device) -> Tiling:
     D = H * P
     if batch * H > MOST_HEADS:
         blocks = f"blocks of {P} channels, the largest divisor of D = {D} up to {MOST}"
         raise NotAvailable(f"x: {NAME} take at most {MOST_HEADS} {blocks}, in all sequences, got {batch * H}")
     block = min(triton.next_power_of_2(D), _CHANNELS)
-    n_chunks = -(-T // _CHUNK) + docs
+    n_chunks = -(-T // _CHUNK) + n_docs
     wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
     per_seg = min(_CHUNKS, max(1, -(-n_chunks // max(1, min(n_chunks, wanted)))))
     n_seg = max(1, -(-n_chunks // per_seg))
-    return Tiling(batch, T, D, P, docs, block, n_chunks, per_seg, n_seg)
+    return Tiling(batch, T, D, P, n_docs, block, n_chunks, per_seg, n_seg)
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,15 @@ class VectorPlan(SegmentedPlan):
     dtype: torch.dtype
     gate: torch.dtype
     initial: bool
-    ends: bool
+    returns_final: bool
     text: str
     filler: ClassVar[str] = "g"
-    kernels: ClassVar[dict[str, Any]] = {
-        kernel.__name__: kernel
-        for kernel in (walks.summarize_kernel, walks.output_kernel, walks.collect_kernel, walks.grads_kernel)
-    }
+    kernels: ClassVar[dict[str, Any]] = by_name(
+        walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.grads_kernel
+    )
 
     def settled(self) -> dict[str, Any]:
-        return {"name": NAME, "sparse": self.docs > 0}
+        return {"name": NAME, "sparse": self.n_docs > 0}
 
     # Buffers
 
@@ -134,10 +133,10 @@ class VectorPlan(SegmentedPlan):
             ["x", "g"], INITIAL=initial is not None, FINAL=final is not None,
         )]  # fmt: skip
 
-    def collect(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [self._walk(
-            "collect_kernel", ["g", "do", "@dstates", last], ["@dstates"], ["g", "do"], FINAL=last is not None,
-            ZERO=zero,
+            "summarize_backward_kernel", ["g", "do", "@dstates", last], ["@dstates"], ["g", "do"],
+            FINAL=last is not None, ZERO=zero,
         )]  # fmt: skip
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:

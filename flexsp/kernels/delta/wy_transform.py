@@ -127,13 +127,13 @@ def store_gain(gain, at, found, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def prepare(
-    k, beta, g, inverse, strength, gates, bounds, gain, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
+def wy_inverse(
+    k, beta, g, inverse, chunk_beta, gates, bounds, gain, table, k_sb, k_st, k_sh, beta_sb, beta_st, beta_sh,
     g_sb, g_st, g_sh, T, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     BOUNDS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
     GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] the strength beta and gates, log2 of e^b.
+    """M^-1 [B H, chunks, C, C] of M = I + G, and as [B H, chunks, C] beta and gates, log2 of e^b.
 
     GAIN: also gain [B H, chunks], as `store_gain` has it.
 
@@ -151,7 +151,7 @@ def prepare(
     i = tl.arange(0, C)
     kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
     given = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
-    tl.store(strength + at * C + i, given)
+    tl.store(chunk_beta + at * C + i, given)
     x = mm_of_keys(kc, tl.trans(kc), DOT, PREC)
     squares = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     x = x * given[None, :]
@@ -179,13 +179,13 @@ def prepare(
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def values(
-    q, k, v, inverse, strength, gates, u, w, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H,
-    scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+def wy_transform(
+    q, k, v, inverse, chunk_beta, gates, u, w, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T,
+    H, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr,
+    STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `prepare`; and scores
+    """U = M^-1 V [B H, chunks, C, V] and W = M^-1 e^b K [B H, chunks, C, K], with M^-1 of `wy_inverse`; and scores
     scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
     """
     begin(PDL)
@@ -198,7 +198,7 @@ def values(
     found = tl.load(inverse + at * C * C + i[:, None] * C + i[None, :])
     qc = load_tokens(q + b * q_sb + h // GROUP * q_sh, q_st, start, length, 0, C, K, BK, STEPS)
     kc = load_rows(k + b * k_sb + h // GROUP * k_sh + start * k_st, k_st, length, 0, C, K, BK)
-    x = mm_of_keys(qc, tl.trans(kc), DOT, PREC) * (tl.load(strength + at * C + i) * scale)[None, :]
+    x = mm_of_keys(qc, tl.trans(kc), DOT, PREC) * (tl.load(chunk_beta + at * C + i) * scale)[None, :]
     until = i[:, None] >= i[None, :]
     if GATED:
         total = tl.load(gates + at * C + i)

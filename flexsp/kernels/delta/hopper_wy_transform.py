@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from flexsp.kernels.delta.hopper import begin, chunk_at, of_gates, of_outputs, power
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
-__all__ = ["inverse", "prepare"]
+__all__ = ["inverse", "wy_inverse"]
 
 _TOKENS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 _MATRIX = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
@@ -178,7 +178,7 @@ def _store(to, tile, C: gl.constexpr):
 @gluon.jit
 def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexpr):
     """Inverses of I + G in place of G [B H, chunks, C, C], as `channels.channel_scores` left it; GAIN: and gain
-    [B H, chunks], as `prepare.store_gain` has it."""
+    [B H, chunks], as `wy_transform.store_gain` has it."""
     begin(PDL)
     at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
     inverse += at * C * C
@@ -257,14 +257,14 @@ def _parts(numbers, layout: gl.constexpr):
 
 
 @gluon.jit
-def _bounds(to, half, x, strength, gate, own):
-    """Stores the two bounds, see `flexsp.kernels.delta.prepare.prepare`; own: room for numbers of tokens."""
+def _bounds(to, half, x, beta, gate, own):
+    """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: room for numbers of tokens."""
     i = gl.arange(0, 16, _ROWS)[:, None]
     j = gl.arange(0, 16, _COLUMNS)[None, :]
     for n in gl.static_range(4):
         own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x[n * (n + 1) // 2 + n], 0.0), axis=1))
     gl.thread_barrier()
-    growth = gl.maximum(gl.abs(1.0 + strength * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
+    growth = gl.maximum(gl.abs(1.0 + beta * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     most = gate + gl.log2(growth)
     gl.store(to, gl.sum(most, axis=0))
     gl.store(to + half, gl.sum(gl.maximum(most, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=0))
@@ -286,7 +286,7 @@ def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here,
 
 @gluon.jit
 def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
-    """N of pairs x, with numbers of tokens in shared memory: strengths and cumulative gates.
+    """N of pairs x, with numbers of tokens in shared memory: betas and cumulative gates.
 
     Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
     inverse is given its zeros.
@@ -318,13 +318,13 @@ def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
-def prepare(
-    q, k, beta, g, inverse, strength, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+def wy_inverse(
+    q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
     beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
     BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.prepare.prepare`, for bfloat16 keys of 64 or 128 channels and chunks of 64 tokens; with
-    gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
+    """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 or 128 channels and chunks of 64
+    tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
     """
@@ -342,7 +342,7 @@ def prepare(
     i = gl.arange(0, C, _TOKENS)
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
     given = given.to(gl.float32)
-    gl.store(strength + at * C + i, given)
+    gl.store(chunk_beta + at * C + i, given)
     factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
     totals = factors
     if GATED:

@@ -1,0 +1,110 @@
+"""What a call of the delta engine was given, how it is cut, and what all its launches have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexsp.kernels.delta import walks
+from flexsp.kernels.delta.plan import Tiling
+from flexsp.kernels.launch_plan import LaunchPlan
+from flexsp.kernels.launch_spec import Launch, LaunchSpec
+from flexsp.kernels.primitives import dots
+
+__all__ = ["BasePlan"]
+
+
+class _Buffers(LaunchPlan):
+    """What follows from a call's arguments and from the kind of plan; buffers by name, None where kernels use none.
+
+    Attributes:
+        rounds: the call's chunks multiply rounded inverses: in other dtypes products are of fp32.
+        half: the dtype that operands of chunks' products are kept in.
+        gated: what decays a state, as `walks` knows it.
+        transition_nonzero: which segments' matrices count: not where states decay to nothing, or a document begins.
+        gates, bounds, gain: what `wy_inverse` leaves of chunks.
+        keys, chunk_beta: queries and keys of walks, and what they multiply keys by.
+        small_gates: which chunks kernels for gates that add up to little have done.
+        to_keys: gradients of q and k, of each head.
+        segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
+            with those of the call.
+    """
+
+    rounds: bool
+    half: torch.dtype
+    gated: int
+    transition_nonzero: str | None
+    gates: str | None
+    bounds: str | None
+    gain: str | None
+    keys: list[str]
+    chunk_beta: str | None
+    small_gates: str | None
+    to_keys: list[str]
+    segment_states: str | None
+    segment_gradients: str | None
+
+
+@dataclass(frozen=True)
+class BasePlan(_Buffers):
+    """The tiling, the inputs and the options of one call.
+
+    Attributes:
+        dtype: of q, k and v.
+        beta: the name of the input beta.
+        gate: that of the log gates, None where the state does not decay.
+        types: dtypes of beta and of the gates.
+    """
+
+    tiling: Tiling
+    dtype: torch.dtype
+    beta: str
+    gate: str | None
+    types: tuple[torch.dtype, torch.dtype]
+    scale: float
+    initial: bool
+    returns_final: bool
+    text: str
+    name: str
+
+    def settled(self) -> dict[str, Any]:
+        scanned, rounds, decays = self.tiling.scanned, self.dtype == torch.bfloat16, self.gate is not None
+        return {
+            "sparse": self.n_docs > 0, "scanned": scanned, "aligned_gradient": self.tiling.tiles.copies,
+            "rounds": rounds, "half": self.dtype if rounds else torch.float32,
+            "gated": int((walks.SCALAR if decays else walks.NONE).value),
+            "transition_nonzero": "@transition_nonzero" if decays or (self.tiling.n_docs and scanned) else None,
+            "gates": "@gates" if decays else None, "bounds": "@bounds" if decays and scanned else None,
+            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "chunk_beta": "@chunk_beta", "small_gates": None,
+            "to_keys": ["d_q", "d_k"] if self.tiling.group == 1 else ["@dq", "@dk"],
+            "segment_states": "@states" if scanned else None, "segment_gradients": "@dstates" if scanned else None,
+        }  # fmt: skip
+
+    def kernel_launch(
+        self, kind: str, how: Launch, grid: tuple[int, ...], pointers: Sequence[str | None], writes: Sequence[str],
+        inputs: Sequence[str | None] = (), *, kernel: Any = None, reads: Sequence[str] | None = None,
+        in_place: Collection[str] = (), counts: Mapping[str, int] | None = None, **constants: Any,
+    ) -> LaunchSpec:  # fmt: skip
+        """As `launch`. Counts and sizes of the call are passed by name: the kernel gets those that it takes.
+
+        Args:
+            inputs: those whose strides the kernel takes, before its counts; the strides of None are 0.
+            counts, constants: the kernel's own, which go before those of the call.
+        """
+        p, taken = self.tiling, (kernel or self.kernels[kind]).arg_names
+        numbers: dict[str, int | float] = {
+            "T": p.T, "H": p.H, "n_seg": p.n_seg, "n_chunks": p.n_chunks, "per_seg": p.per_seg, "held": p.held,
+            "scale": self.scale, **(counts or {}),
+        }  # fmt: skip
+        sizes = {
+            "K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols, "COLS": how.cols, "C": p.chunk, "GATED": self.gated,
+            "GROUP": p.group, "STEPS": p.steps, **dots(self.dtype),
+        }  # fmt: skip
+        strides = [n for x in inputs for n in ([0, 0, 0] if x is None else [x])]
+        return self.launch(
+            kind, how, grid, pointers, writes, [*strides, *(numbers[x] for x in taken if x in numbers)],
+            {x: sizes[x] for x in taken if x in sizes} | constants, reads=reads, in_place=in_place, kernel=kernel,
+        )  # fmt: skip

@@ -114,17 +114,18 @@ _WHY = {
     "fused": "one walk over all chunks of a head",
     "segmented": "a walk that sums up each segment, a scan that joins them, a walk of each segment",
 }
-_HEAD = f"{'':<20}{'grid':<18}{'read MB':>10}{'written MB':>12}{'GFLOP':>9}{'us':>9}"
+_NAMES = 28  # columns: names of kernels have up to 25, and two spaces before them
+_HEAD = f"{'grid':<18}{'read MB':>10}{'written MB':>12}{'GFLOP':>9}{'us':>9}"
 
 
 def _table(title: str, rows: list[Predicted]) -> list[str]:
-    lines = [f"{title:<20}{_HEAD[20:]}"]
+    lines = [f"{title:<{_NAMES}}{_HEAD}"]
     for x in rows:
         spills = f", spills {x.spilled} B a thread" if x.spilled else ""
-        lines.append(f"  {_line(x.kernel, ' x '.join(map(str, x.grid)), [x], 18)}  {x.bound}{spills}")
-    return [*lines, f"  {_line('total', '', rows, 18)}"]
+        lines.append(f"{_line(f'  {x.kernel}', ' x '.join(map(str, x.grid)), [x])}  {x.bound}{spills}")
+    return [*lines, _line("  total", "", rows)]
 
 
-def _line(name: str, grid: str, rows: list[Predicted], width: int = 20) -> str:
+def _line(name: str, grid: str, rows: list[Predicted]) -> str:
     read, written, flops, us = (sum(getattr(x, key) for x in rows) for key in ("read", "written", "flops", "us"))
-    return f"{name:<{width}}{grid:<18}{read / _MB:>10.1f}{written / _MB:>12.1f}{flops / 1e9:>9.1f}{us:>9.1f}"
+    return f"{name:<{_NAMES}}{grid:<18}{read / _MB:>10.1f}{written / _MB:>12.1f}{flops / 1e9:>9.1f}{us:>9.1f}"

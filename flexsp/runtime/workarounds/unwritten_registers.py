@@ -381,7 +381,7 @@ def disassembled(cubin: bytes) -> str | None:
         for program in _disassemblers():
             for options in (["-c", "--no-dataflow"], ["-c"]):
                 with contextlib.suppress(OSError):
-                    command: list[str] = [str(program), *options, file.name]
+                    command = [str(program), *options, file.name]
                     done = subprocess.run(command, capture_output=True, text=True, check=False)
                     if done.returncode == 0 and ("--no-dataflow" not in options or not _TABLE.search(done.stdout)):
                         return done.stdout

@@ -89,7 +89,7 @@ def test_keys_of_a_small_vocabulary(kind: type[Keys], T: int, beta: float, seed:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("rate", [1.04, 1.1])
+@pytest.mark.parametrize("rate", [1.06, 1.1])
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.usefixtures("poisoned")
 def test_one_key_and_rates_just_beyond_1(K: int, rate: float, seed: int) -> None:

@@ -97,6 +97,13 @@ PROGRAMS = [
          _ROWS + "test_ranks_equal_the_token_loop[2-lengths0-bounds1]"),
     ),
     *_in(
+        "flexsp/compiler/graphs/inverses.py",
+        ("if None in found:", "if found:", "the adjoint of an inverse multiplies [C, C] matrices",
+         "tests/test_step_graphs.py::test_adjoint_of_an_inverse"),
+        ("(one, other)), None)", "(one, x.args[1])), None)", "a factor of the adjoint of an inverse is another product",
+         "tests/test_step_graphs.py::test_variants[deltanet]"),
+    ),
+    *_in(
         "flexsp/compiler/graphs/differentiate.py",
         (' and dims(node)[0] != last)', ")", "a walk over some columns reads the first rows of a tile",
          "tests/test_generated_programs.py::test_kept_tiles_of_all_orders[no axis is tokens]"),

@@ -15,6 +15,8 @@ import torch
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr
 from flexsp.compiler.frontend.program import Program, call
 from flexsp.compiler.graphs.differentiate import Step, cut, differentiate
+from flexsp.compiler.graphs.rewrite import dims
+from flexsp.variants import deltanet, rwkv7
 from tests import variants
 from tests.generated_programs import OPERATORS, PADDED_STATES, SCORES_OF_SCORES, SUMS, DrawnProgram, draw_program
 from tests.harness.graphs import Tensors, run_graph
@@ -135,6 +137,16 @@ def test_identity_minus_a_product() -> None:
         "def merge(q, k, v, chunk_state):\n    return (q @ k.T).tril() @ v + q @ chunk_state\n"
     )
     check_step(DrawnProgram.of_source(source).model().program)
+
+
+@pytest.mark.parametrize("make", [rwkv7.make, deltanet.make])
+def test_adjoint_of_an_inverse(make: Any) -> None:
+    """Sums over pairs of tokens, which nearly cancel where keys are alike, are not multiplied by the inverse."""
+    graph = differentiate(make(1, 24, 16, torch.bfloat16).program).graph
+    of_inverse = {x for x in graph.nodes if "inverse" in str(x.target)}
+    of_inverse |= {x for x in graph.nodes if x.target is torch.ops.aten.t.default and x.args[0] in of_inverse}
+    products = [x for x in graph.nodes if x.target is torch.ops.aten.mm.default and of_inverse & {*x.args}]
+    assert products and all(dims(x) != ("C", "C") for x in products)
 
 
 @pytest.mark.parametrize("program", [*SUMS.values(), DrawnProgram.of_source(SCORES_OF_SCORES, "gk")],

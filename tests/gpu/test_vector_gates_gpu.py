@@ -89,6 +89,14 @@ def test_keys_of_a_small_vocabulary(kind: type[Keys], T: int, beta: float, seed:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("rate", [1.06, 1.1])
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.usefixtures("poisoned")
+def test_one_key_and_rates_just_beyond_1(K: int, rate: float, seed: int) -> None:
+    found = wrong(RWKV7("rwkv7", 1, rate, T=4096, H=2, K=K, V=64), seed, device="cuda")
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("T", [1024, 16384])
 def test_time_of_keys_that_repeat(T: int, seed: int) -> None:
     """Prints the milliseconds of 32 heads of 64 x 64, forward and with gradients: of keys of all kinds with rates of

@@ -11,6 +11,8 @@ from flexsp.runtime.launch import begin
 
 _COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
+_ALIKE = tl.constexpr(4.0)  # of squares of x for each token: random keys of K channels have C / 2 K, one key has C / 2
+_NEARER = tl.constexpr(1.225)  # times the size of an inverse where keys are alike
 _LARGEST_SUM = tl.constexpr(40.0)  # of log gates whose e^sum may be a factor of one operand of a product
 
 
@@ -53,6 +55,18 @@ def _lower(x, start, C: tl.constexpr, N: tl.constexpr):
     return tl.load(_at(x, start, start, C, N), mask=i[:, None] >= i[None, :], other=0.0)
 
 
+@triton.jit
+def _squares(x, C: tl.constexpr):
+    """The sum of squares of x [C, C] below the diagonal."""
+    j = tl.arange(0, C)[None, :]
+    found = 0.0
+    for block in range(0, C // _BLOCK):  # a few rows at a time: all of them take registers
+        some = block * _BLOCK + tl.arange(0, _BLOCK)[:, None]
+        part = tl.load(x + some * C + j, mask=some > j, other=0.0)
+        found += tl.sum(tl.sum(part * part, axis=1), axis=0)
+    return found
+
+
 @triton.jit(do_not_specialize=["T"])
 def inverse_kernel(
     x, y, gain, table, T, C: tl.constexpr, GAIN: tl.constexpr, MORE: tl.constexpr, PACKED: tl.constexpr,
@@ -61,7 +75,10 @@ def inverse_kernel(
     """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
 
     GAIN: the chunk's number of `gain` is the sum of squares of the inverse below the diagonal; with MORE the larger of
-    that and what is there.
+    that and what is there. It is `_NEARER` times as large where the squares of x add up to more than `_ALIKE` a token.
+    Terms that nearly cancel then make roundings larger, too. With rates up to 1 the number stays below the limit beyond
+    which segments are done token by token; with one key and a rate of 1.05 or more it is above (docs/math.md,
+    section 7, "Keys that are alike").
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
@@ -70,6 +87,8 @@ def inverse_kernel(
     chunk = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     x += chunk * C * C
     y += chunk * C * C
+    alike = _squares(x, C) if GAIN else 0.0
+    tl.debug_barrier()
     lane = tl.arange(0, C)
     m = lane // _BLOCK * _BLOCK
     depth = tl.arange(0, _BLOCK)[:, None]
@@ -99,11 +118,8 @@ def inverse_kernel(
     whole = tl.load(x + i * C + j)
     tl.store(y + i * C + j, tl.where(i >= j, whole, 0.0))
     if GAIN:
-        found = 0.0
-        for block in range(0, C // _BLOCK):  # a few rows at a time: all of them take registers
-            some = block * _BLOCK + tl.arange(0, _BLOCK)[:, None]
-            part = tl.load(x + some * C + j, mask=some > j, other=0.0)
-            found += tl.sum(tl.sum(part * part, axis=1), axis=0)
+        found = _squares(x, C)
+        found = tl.where(alike > _ALIKE * C, _NEARER * found, found)
         if MORE:
             found = tl.maximum(found, tl.load(gain + chunk), propagate_nan=tl.PropagateNan.ALL)
         tl.store(gain + chunk, found)

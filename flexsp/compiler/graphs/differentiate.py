@@ -27,6 +27,7 @@ from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, Size
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.frontend.trace import Traced, location, named
 from flexsp.compiler.graphs import intrinsics
+from flexsp.compiler.graphs.inverses import shorten_adjoints
 from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, row_scaled, simplify
 from flexsp.compiler.graphs.values import NotEmittable, is_state
 
@@ -348,6 +349,7 @@ def differentiate(program: Program) -> Step:
         node.meta["param"] = node.op == "placeholder" and node.name in meta.params and len(dims(node)) == 2
     _out_of_place(graph)
     simplify(graph)
+    shorten_adjoints(graph)
     keeper = _Keeper(graph, outputs, program.transition == "dense")
     keeper.run()
     graph.lint()

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from flexsp.compiler.graphs.values import is_state
 
-__all__ = ["DIMS", "cheapen", "dims", "reverse_cumsum", "row_scaled", "simplify"]
+__all__ = ["DIMS", "cheapen", "common", "dims", "reverse_cumsum", "row_scaled", "simplify"]
 
 aten = torch.ops.aten
 DIMS = "flexsp_dims"
@@ -30,7 +30,7 @@ def simplify(graph: Graph) -> None:
     """Removes nodes without an effect, and computes each expression once."""
     _free_fills(graph)
     _until_done(graph, _simpler)
-    _common(graph)
+    common(graph)
 
 
 def cheapen(graph: Graph, join: bool) -> None:
@@ -44,7 +44,7 @@ def cheapen(graph: Graph, join: bool) -> None:
         _until_done(graph, _joins)
         _until_done(graph, _cheaper)
     _until_done(graph, _simpler)
-    _common(graph)
+    common(graph)
 
 
 def _until_done(graph: Graph, rule: Callable[[Graph, Any], Node | None]) -> None:
@@ -242,7 +242,7 @@ def _key(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-def _common(graph: Graph) -> None:
+def common(graph: Graph) -> None:
     """Computes each expression once."""
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):

@@ -180,7 +180,10 @@ def test_parts_too_large() -> None:
     assert told("normalised", 128, 128, True) is None and told("momentum", 128, 128, False) is None
     assert told("momentum", 64, 64, True) is None
     assert told("normalised", 128, 256, True) is None and told("momentum", 128, 256, True) is None
-    reason = r"kernel `summarize` would hold \[K, V\] of 256 x 256 at once, since `collect` sums over V, at .*smaller"
+    reason = (
+        r"kernel `summarize` would hold \[K, V\] of 256 x 256 at once, since `summarize_backward` sums over V, "
+        r"at .*smaller"
+    )
     assert re.fullmatch(reason, str(told("normalised", 256, 256, False)))
     assert "matrix of 258 x 256; kernels scan 1..256 rows and 1..512 columns" in str(told("momentum", 129, 256, False))
 

@@ -353,6 +353,43 @@ def compare_launches(name: str, found: list[dict[str, Any]]) -> int:
     return compared
 
 
+def output_of_documents(name: str, K: int, V: int) -> int:
+    """In a child process: bytes of shared memory of `output`, of documents that begin with states of their own."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from flexsp.compiler import dispatch
+    from flexsp.kernels import operators
+    from flexsp.testing import offline
+
+    class Known(Exception):
+        pass
+
+    def stop(self: Any, src: Any, metadata: Any, *args: Any) -> None:
+        raise Known(metadata["shared"])
+
+    CUDABackend.make_ptx = stop
+    code, sizes, bounds = code_of(name, K, V), {"K": K, "V": V}, torch.tensor([0, 61, 61, 203])
+    tokens = {
+        key: torch.empty(1, 203, 3, *(sizes[size.name] for size in x.shape[2:]), dtype=x.dtype, device="meta")
+        for key, x in code.program.meta.tokens.items()
+    }
+    initial = torch.empty(3, 3, K, V, device="meta")
+    with offline.record_launches() as launches:
+        executable = dispatch.executable_of(code, tokens, initial, bounds, None)
+        operators.run(executable, None, list(tokens.values()), initial, bounds, (0, 203, 203))
+    ((kernel, args, kwargs),) = (x for x in launches if x[0].__name__ == "output")
+    try:
+        return int(offline.compile_launch(kernel, args, kwargs).shared)
+    except Known as known:
+        return int(known.args[0])
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", [*slow("gla"), "gla_outer_gates"])
+def test_documents_with_large_states_fit(name: str, tmp_path: Path) -> None:
+    assert in_child(output_of_documents, name, 256, 128, FLEXSP_CODE_DIR=tmp_path) <= H200.shared
+
+
 def test_plans_fit() -> None:
     """All launches of a chosen plan are estimated to fit a block. With 128 heads a dense walk has too wide a tile for
     three stages."""

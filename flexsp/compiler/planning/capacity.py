@@ -144,7 +144,7 @@ def copied_over(nodes: Sequence[Any], walks: str) -> bool:
 
 def part_load(
     kind: str, nodes: Sequence[Any], blocks: Mapping[str, int], item: int, stages: int, wide: frozenset[str],
-    dense: bool, arch: int, pieces: str = "",
+    dense: bool, arch: int, pieces: str = "", packed: bool = False,
 ) -> Load:  # fmt: skip
     """Load of one part of a kernel.
 
@@ -158,12 +158,15 @@ def part_load(
         dense: the transition is.
         arch: compute capability, 90 for Hopper.
         pieces: the size that chunkwise kernels take in pieces, if they do.
+        packed: tokens are of several documents.
     """
     walks = HELD.get(kind, "")
     tiles = _Tiles(blocks, item, (0, -1) if walks else _loop(nodes, pieces))
     flipped = kind in FLIPPED and not dense
     if reads_shared(arch):
         shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide, bool(pieces))
+        # A document's first state comes in another layout than the one it replaces, while operands are there.
+        shared += min(_SCRATCH, _state(nodes, tiles, walks)) if packed and flipped else 0
         shared += _BARRIERS if arch >= 100 else 0
     else:
         shared, least = _of_warps(nodes, tiles, walks, stages, wide), 0

@@ -99,9 +99,9 @@ def _item(dtype: torch.dtype) -> int:
 @keep_with(0)
 def _kernel_loads(
     kernel: Kernel, blocks: tuple[tuple[str, int], ...], item: int, stages: int, wide: frozenset[str], dense: bool,
-    arch: int, pieces: str,
+    arch: int, pieces: str, packed: bool,
 ) -> tuple[Load, ...]:  # fmt: skip
-    given = (dict(blocks), item, stages, wide, dense, arch, pieces)
+    given = (dict(blocks), item, stages, wide, dense, arch, pieces, packed)
     return tuple(part_load(kernel.name, nodes, *given) for nodes in kernel.nodes)
 
 
@@ -113,7 +113,7 @@ def _loads(call: GeneratedPlan, kind: str, how: Launch, device: Device) -> tuple
     wide = frozenset([*(x.name for x in code.layout.kept.values() if x.wide), *tokens])
     return _kernel_loads(
         code.kernels[kind], tuple(blocks.items()), _item(call.products), how.stages, wide, code.dense, device.arch,
-        code.layout.cols if code.pieces else "",
+        code.layout.cols if code.pieces else "", call.n_docs > 0,
     )  # fmt: skip
 
 

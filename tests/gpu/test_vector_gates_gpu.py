@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.testing.compare import DRAWS
 from flexsp.testing.oracles import token_loop
-from tests.gpu.judge import CUDA, DTYPES, assert_right
+from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right
 from tests.harness.keys import Keys, wrong
 from tests.harness.keys_of_programs import RWKV7, Own
 from tests.harness.vector_gates import KEPT_WIDE, OPS, draw
@@ -55,7 +56,9 @@ def check(
     outputs = op.chunk(**inputs, **bounds, output_final_state=True)
     do, dfinal = (torch.randn(x.shape, generator=made).bfloat16().double() for x in outputs)
     chunk = call(op.chunk, output_final_state=True)
-    assert_right(chunk, call(op.oracle, engine=token_loop), chunk, leaves, do, dfinal, dtype, seed)
+    # In float32 sums of strong gates lose digits that the functions in PyTorch, which add gates up in float64, do not.
+    sums = Sums((op.gate,), call(op.oracle), DRAWS) if strength != 1.0 and dtype == torch.float32 else None
+    assert_right(chunk, call(op.oracle, engine=token_loop), chunk, leaves, do, dfinal, dtype, seed, sums=sums)
 
 
 @pytest.mark.parametrize("name", OPS)

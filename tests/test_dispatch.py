@@ -168,7 +168,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
             operators.run(executable, None, [*x.values()], None, None, (0, 99, 99))
     assert ("grads" in asked) == backward and bool(asked) == (backward or not sure)
     # Not sure: in each of the two calls, with and without gradients of final states.
-    assert asked.count("back") == (0 if not backward else 1 if sure else 4)
+    assert asked.count("output_backward") == (0 if not backward else 1 if sure else 4)
 
 
 @pytest.mark.parametrize("name", ["retnet", "gla", "gated_deltanet"])

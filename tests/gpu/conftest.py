@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +81,16 @@ def _memory_for_others() -> Iterator[None]:
     """What a test leaves unused goes back: many processes share a GPU."""
     yield
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """One of the processes that share a GPU at a time: a token loop keeps every state, of many heads over 10 GiB."""
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").replace(",", "-")
+    with (Path(tempfile.gettempdir()) / f"flexsp-much-memory-{device}").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
         torch.cuda.empty_cache()
 
 

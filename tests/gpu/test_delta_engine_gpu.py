@@ -239,7 +239,7 @@ def test_nan_stays_in_its_document(op: object, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.usefixtures("poisoned")
+@pytest.mark.usefixtures("much_memory", "poisoned")
 def test_many_heads(folder: Path, seed: int, name: str, documents: tuple[int, ...] | None) -> None:
     """Walks share multiprocessors, and copy no further ahead than one chunk."""
     check_variant(name, 128, 128, BF16, folder, seed, documents, B=2, T=202, H=80, lowering="auto")

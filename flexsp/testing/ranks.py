@@ -398,14 +398,14 @@ def _run_in_place(
     group, active = _subgroup(world_size)
     box = [pickle.dumps((args, torch.initial_seed()))]  # also where they come from: fn may change its arguments
     dist.broadcast_object_list(box, src=0)
-    args, seed = pickle.loads(box[0])
     sp = _get_sp(_made_in_place.setdefault(world_size, {}), settings, fresh, group)
     answer: tuple[bool, Any] = (True, None)
     failure: BaseException | None = None
     if active:
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            args, seed = pickle.loads(box[0])
+            with torch.random.fork_rng(devices=[]):  # the caller's own generators stay as they are
+                torch.default_generator.manual_seed(seed)
                 answer = (True, _detached(fn(sp, *args)))
         except BaseException as error:  # noqa: BLE001
             failure, answer = error, (False, traceback.format_exc())

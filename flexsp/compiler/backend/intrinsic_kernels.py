@@ -76,9 +76,9 @@ def inverse_kernel(
 
     GAIN: the chunk's number of `gain` is the sum of squares of the inverse below the diagonal; with MORE the larger of
     that and what is there. It is `_NEARER` times as large where the squares of x add up to more than `_ALIKE` a token.
-    Terms that nearly cancel then make roundings larger, too. With rates up to 1 the number stays below the limit beyond
-    which segments are done token by token; with one key and a rate of 1.05 or more it is above (docs/math.md,
-    section 7, "Keys that are alike").
+    Terms that nearly cancel then make roundings larger, too. With rates up to 1 and decays near 1 the number stays
+    below the limit beyond which segments are done token by token; with one key and a rate of 1.05 or more it is above
+    (docs/math.md, section 7, "Keys that are alike").
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.

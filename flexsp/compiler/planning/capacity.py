@@ -165,8 +165,7 @@ def part_load(
     flipped = kind in FLIPPED and not dense
     if reads_shared(arch):
         shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide, bool(pieces))
-        # A document's first state comes in another layout than the one it replaces, while operands are there.
-        shared += min(_SCRATCH, _state(nodes, tiles, walks)) if packed and flipped else 0
+        shared += _first_states(nodes, tiles, walks) if packed and flipped else 0
         shared += _BARRIERS if arch >= 100 else 0
     else:
         shared, least = _of_warps(nodes, tiles, walks, stages, wide), 0
@@ -238,6 +237,12 @@ def _state(nodes: Sequence[Any], tiles: _Tiles, walks: str) -> int:
     """Bytes in fp32 of the largest part of what a walk holds."""
     held = [x for x in nodes if _held(x, walks)] or [x for x in nodes if _is_tile(x)]  # all: it is not read
     return 4 * max(map(tiles.numbers, held), default=0)
+
+
+def _first_states(nodes: Sequence[Any], tiles: _Tiles, walks: str) -> int:
+    """Bytes of a document's first state, which comes in another layout than the one it replaces, while operands are
+    there: up to 8 KiB were seen with 128 rows, 24 KiB with 256."""
+    return 96 * max((tiles.shape(x)[0] for x in nodes if _held(x, walks)), default=0)
 
 
 def _stored(nodes: Sequence[Any], tiles: _Tiles) -> int:

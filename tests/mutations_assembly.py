@@ -68,6 +68,8 @@ ASSEMBLY = [
          "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
         ("and not products.issuperset(users[load])", "", "tiles that only products read are not copied ahead",
          "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+        ("if packed and flipped else 0", "if False else 0", "a document's first state needs no shared memory",
+         "tests/test_plan.py::test_documents_with_large_states_fit[gla_outer_gates]"),
     ),
     *_in(
         "flexsp/compiler/planning/generated_plan.py",

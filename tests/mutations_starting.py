@@ -32,6 +32,8 @@ STARTING = [
          "tests/test_group.py::test_harness"),
         ('"flexsp.kernels.delta.calls", ', '"flexsp.kernels.delta.call", ', "ranks import what is not there",
          "tests/test_package.py::test_what_ranks_import_first_is_there"),
+        ("        torch.manual_seed(seed)\n", "", "ranks draw numbers of their own",
+         "tests/test_group.py::test_ranks_of_a_test_draw_the_same_numbers"),
     ),
     *_in(
         "tests/harness/ops.py",

@@ -151,9 +151,9 @@ def strong(sp: Any) -> float:
     """Error of gradients of gates that decay much, over what they would lose in bf16."""
     from flexsp.ops import chunk_gla
 
-    q, k, v, do = torch.randn(4, 1, 128, 6, 64).bfloat16()
+    q, k, v, do = torch.randn(4, 1, 128, 12, 64).bfloat16()
     k = torch.nn.functional.normalize(k, dim=-1)
-    g = -3 * torch.rand(1, 128, 6, 64)
+    g = -3 * torch.rand(1, 128, 12, 64)
     found, want = (
         torch.autograd.grad(chunk_gla(*(x.to(of) for x in (q, k, v)), x)[0], x, do.to(of))[0]
         for of, x in ((BF16, g.clone().requires_grad_()), (torch.float64, g.double().requires_grad_()))
@@ -162,9 +162,10 @@ def strong(sp: Any) -> float:
 
 
 def test_strong_gates_lose_one_rounding() -> None:
-    """That of what pairs of tokens share, and not those of their queries and keys. Seen: 1.05, with the others 1.5."""
+    """That of what pairs of tokens share, and not those of their queries and keys too: less than half way, in
+    logarithms, from one rounding to two that are independent."""
     (found,) = run_ranks(strong, 1, env=INTERPRETED, timeout=200)
-    assert found < 1.23
+    assert found < 2**0.25
 
 
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:

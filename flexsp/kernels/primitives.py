@@ -61,6 +61,18 @@ def decay_scalar(gate, chunk, C: tl.constexpr):
 
 
 @triton.jit
+def group_of(h, GROUP: tl.constexpr):
+    """The row of head h in a tensor that GROUP heads share a row of."""
+    return h if GROUP == 1 else h // GROUP
+
+
+@triton.jit
+def rows_of(x, chunk, C: tl.constexpr):
+    """Numbers [C] of one chunk, a number a token."""
+    return tl.load(x + chunk * C + tl.arange(0, C))
+
+
+@triton.jit
 def power(x):
     """2^x in fp32, of a difference of cumulative gates."""
     return tl.exp2(x.to(tl.float32))
@@ -196,3 +208,32 @@ def written(x, w, y, V: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     else:
         found = mm(tl.trans(x) * w[None, :], y, DOT, PREC)
     return found
+
+
+@triton.jit
+def log1p_of(e):
+    """log(1 + e) of e in 0..1, to 1.6e-7 of it: e times a polynomial of degree 9, interpolated in Chebyshev's points.
+
+    Without a logarithm, since the special function units are busy with exponentials.
+    """
+    p = e * -0.0031760570127516985 + 0.019542526453733444
+    p = p * e - 0.056373611092567444
+    p = p * e + 0.10543623566627502
+    p = p * e - 0.1526966691017151
+    p = p * e + 0.1966327428817749
+    p = p * e - 0.24951615929603577
+    p = p * e + 0.33329710364341736
+    p = p * e - 0.49999892711639404
+    return p * e * e + e
+
+
+@triton.jit
+def step_of(x, shift, there, SOFTPLUS: tl.constexpr):
+    """Step sizes, of x and what is added to it, and their derivatives after x; 0 unless `there`."""
+    x = x.to(tl.float32) + shift
+    slope = tl.full(x.shape, 1.0, tl.float32)
+    if SOFTPLUS:
+        e = tl.exp(-tl.abs(x))
+        slope = tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p_of(e)
+    return tl.where(there, x, 0.0), tl.where(there, slope, 0.0)

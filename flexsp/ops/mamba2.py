@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import ranks_call
-from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.diagonal.op import diagonal, ssd
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.scan.tokens import without_tail
@@ -87,6 +88,16 @@ def mamba2_ssd(
     check.check_state("initial_state", initial_state, sizes, dims, x, cu_seqlens, sp)
     check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
 
+    if asks_for_kernels(x.is_cuda, x.dtype) and (D is None or D.dim() == 1):
+        if not dt_softplus and check.readable(dt):
+            check.check_non_negative("dt", dt if dt_bias is None else dt + dt_bias, "step sizes >= 0 (after dt_bias)")
+        if state_v_first and initial_state is not None:
+            initial_state = initial_state.transpose(-1, -2)
+        y, final = ssd(
+            C, B, x, dt, A, dt_bias, D, softplus=dt_softplus, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op="mamba2",
+        )  # fmt: skip
+        return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final
     if sp is not None and D is not None:  # D does not reach the exchange of states, whose backward pass must run
         x, dt, A, B, C, D, dt_bias, initial_state = share_backward(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
     if state_v_first and initial_state is not None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from flexsp.kernels import primitives
-from flexsp.kernels.diagonal import grads, output, summarize
+from flexsp.kernels.diagonal import grads, output, step_sizes, summarize
 from flexsp.kernels.diagonal.plan import NAME, Tiling, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
@@ -38,6 +38,7 @@ class DiagonalPlan(SegmentedPlan):
             None where it does not decay.
         dq_first: dq is walked before the gradients of states come in.
         values: the type of v and of the outputs; None for `dtype`.
+        key_heads: heads of q and k, each of which some heads of v share; None for one each.
     """
 
     tiling: Tiling
@@ -49,9 +50,12 @@ class DiagonalPlan(SegmentedPlan):
     dq_first: bool
     text: str
     values: torch.dtype | None = None
+    key_heads: int | None = None
+    steps: ClassVar[str | None] = None  # the buffer of keys' weights
+    skip: ClassVar[str | None] = None  # the input of weights of v in the outputs
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-        grads.dkv_kernel, grads.gate_grad_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -73,13 +77,19 @@ class DiagonalPlan(SegmentedPlan):
 
     def declare(self) -> list[Buffer]:
         values = self.dtype if self.values is None else self.values
-        of_keys = self.dtype, (self.B, self.T, self.H, self.tiling.K)
+        of_keys = self.dtype, (self.B, self.T, self.H // self.group, self.tiling.K)
         of_values = values, (self.B, self.T, self.H, self.tiling.V)
         tokens = self.token_buffers({"q": of_keys, "k": of_keys, "v": of_values}, of_values)
-        of_gates = [] if self.gate is None else self._of_gates(self.gate)
-        return [*self.states_of_segments(), *tokens, *of_gates]
+        of_gates = [] if self.gate is None else self.of_gates(self.gate)
+        by_head = Buffer("@by_head", Role.SCRATCH, self.dtype, (self.B, self.T, self.H, self.tiling.K))
+        return [*self.states_of_segments(), *tokens, *of_gates, by_head]
 
-    def _of_gates(self, gate: str) -> list[Buffer]:
+    @property
+    def group(self) -> int:
+        """Heads of v that share one of q and of k."""
+        return 1 if self.key_heads is None else self.H // self.key_heads
+
+    def of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""
         p, dq, dk = self.tiling, self.tiling.tiles.dq, self.tiling.tiles.dk
         read_tiles, of_head = _count(p.K, dq.bk), gate != "g"
@@ -125,26 +135,49 @@ class DiagonalPlan(SegmentedPlan):
         return None if self.gate is None else "@decay"
 
     def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
-        gates = [] if self.gate is None else [self._gate_sums(self.gate)]
+        gates = [] if self.gate is None else [self.gate_sums(self.gate)]
         return [*gates, self._summarize("k", "v", "@states", initial, reverse=False, zero=zero)]
 
     def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
         return [self._summarize("q", "do", "@dstates", last, reverse=True, zero=zero)]
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        return [self._dq(last, wanted)] if self.dq_first else []
+        return self._dq(last, wanted) if self.dq_first else []
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        tiles, dgate = self.tiling.tiles, self.gate in wanted
-        dq = [] if self.dq_first else [self._dq(last, wanted)]
+        tiles = self.tiling.tiles
+        dq = [] if self.dq_first else self._dq(last, wanted)
         if tiles.dv is None:
-            dkv = [self._dkv(tiles.dk, last, to, "d_k", True, dgate)]
+            dkv = [self._dkv(tiles.dk, last, to, "d_k", True, wanted), *self._sum_heads("d_k")]
         else:
             dkv = [
-                self._dkv(tiles.dk, last, None, "d_k", False, dgate), self._dkv(tiles.dv, last, to, "d_v", True, False)
+                self._dkv(tiles.dk, last, None, "d_k", False, wanted), *self._sum_heads("d_k"),
+                self._dkv(tiles.dv, last, to, "d_v", True, ()),
             ]  # fmt: skip
-        of_gates = [self._gate_grad(self.gate, last)] if self.gate is not None and dgate else []
-        return [*dq, *dkv, *of_gates]
+        return [*dq, *dkv, *self.gate_gradients(last, wanted)]
+
+    def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
+        return [self.gate_grad(gradient_of(str(self.gate)), last)] if self.of_gate(wanted) else []
+
+    def of_gate(self, wanted: Collection[str]) -> bool:
+        """Whether gradients of the gates are needed."""
+        return self.gate in wanted
+
+    def _by_head(self, gradient: str) -> str:
+        """Where walks leave the gradient of q or k: a row a head."""
+        return gradient if self.group == 1 or gradient == "d_v" else "@by_head"
+
+    def _sum_heads(self, gradient: str) -> list[LaunchSpec]:
+        """What heads of a group left. Both gradients lie in the same place until then, one after the other."""
+        if self.group == 1:
+            return []
+        rows, width = self.B * self.T, self.tiling.K
+        block = max(16, 1 << (width - 1).bit_length())
+        take = max(1, 2048 // block)
+        return [self.small(
+            "sum_heads_kernel", (_count(rows, take), self.H // self.group, 1), ["@by_head", gradient], [gradient],
+            (rows, self.H), N=width, BN=block, GROUP=self.group, ROWS=take,
+        )]  # fmt: skip
 
     def sums(self, wanted: Collection[str]) -> list[str]:
         return [gradient_of(self.gate)] if self.gate is not None and self.gate in wanted else []
@@ -184,72 +217,81 @@ class DiagonalPlan(SegmentedPlan):
             (*numbers, *cut), constants | dots(self.dtype), reads=reads,
         )  # fmt: skip
 
-    def _gate_sums(self, gate: str) -> LaunchSpec:
+    def gate_sums(self, gate: str) -> LaunchSpec:
         """Cumulative log2 decay of the chunks."""
         p = self.tiling
         strides: tuple[int | str, ...] = (gate,) if gate == "g" else (0, 0, 1)
-        return self._small(
-            "gate_kernel", (p.n_chunks, p.B * p.H, 1), [gate, "@gates"], "@gates", (*strides, p.T, p.H), C=p.chunk
+        return self.small(
+            "gate_kernel", (p.n_chunks, p.B * p.H, 1), [gate, "@gates"], ["@gates"], (*strides, p.T, p.H), C=p.chunk
         )
 
-    def _small(
-        self, kind: str, grid: tuple[int, ...], pointers: Sequence[str | None], to: str,
+    def small(
+        self, kind: str, grid: tuple[int, ...], pointers: Sequence[str | None], to: Sequence[str],
         numbers: Sequence[int | str], **constants: Any,
     ) -> LaunchSpec:  # fmt: skip
         """A kernel without products, which takes the number of stages that Triton gives it."""
         how = Launch(0, 2, 1)
-        spec = self.launch(kind, how, grid, pointers, [to], numbers, constants)
+        spec = self.launch(kind, how, grid, pointers, to, numbers, constants)
         return replace(spec, options={"num_warps": how.warps})
 
     def _summarize(self, x: str, y: str, states: str, boundary: str | None, *, reverse: bool, zero: bool) -> LaunchSpec:
-        tile, p = self.tiling.tiles.summarize, self.tiling
+        tile, p, weights = self.tiling.tiles.summarize, self.tiling, None if reverse else self.steps
         return self._walk(
             "summarize_kernel", tile, _count(p.K, tile.bk) * _count(p.V, tile.bv),
-            [x, y, self._gates, states, self.carried, self.cut, boundary], named(states, self.carried, self.cut),
-            [x, y, *self._gate_strides], REVERSE=reverse, BOUNDARY=boundary is not None, ZERO=zero,
+            [x, y, self._gates, weights, states, self.carried, self.cut, boundary],
+            named(states, self.carried, self.cut), [x, y, *self._gate_strides], REVERSE=reverse,
+            BOUNDARY=boundary is not None, ZERO=zero, STEPS=weights is not None, X_GROUP=self.group,
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
         tile, p = self.tiling.tiles.output, self.tiling
         return [self._walk(
             "output_kernel", tile, _count(p.V, tile.bv),
-            ["q", "k", "v", self._gates, "o", "@states", initial, final], named("o", final),
+            ["q", "k", "v", self._gates, self.steps, self.skip, "o", "@states", initial, final], named("o", final),
             ["q", "k", "v", *self._gate_strides, *self._strides("o")],
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "o"),
+            STEPS=self.steps is not None, SKIP=self.skip is not None, GROUP=self.group,
         )]  # fmt: skip
 
-    def _dq(self, last: str | None, wanted: Collection[str]) -> LaunchSpec:
+    def _dq(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """Leaves what the gate gradient needs, which includes products of `last`."""
-        tile, p, dgate = self.tiling.tiles.dq, self.tiling, self.gate in wanted
+        tile, p, dgate, to = self.tiling.tiles.dq, self.tiling, self.of_gate(wanted), self._by_head("d_q")
         initial = self.in_walk("@initial" if self.initial else None)
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
         ends = None if last is None else "@ends"
-        return self._walk(
+        dq = self._walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "do", self._gates, "d_q", reads, sums, ends, "@states", initial, last],
-            named("d_q", reads, sums, ends), ["q", "k", "v", "do", *self._gate_strides, *self._strides("d_q")],
+            ["q", "k", "v", "do", self._gates, self.steps, to, reads, sums, ends, "@states", initial, last],
+            named(to, reads, sums, ends), ["q", "k", "v", "do", *self._gate_strides, *self._strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
-            ALIKE=self._alike(("q", "k", "v", "do"), "d_q"),
+            ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.steps is not None, GROUP=self.group,
         )  # fmt: skip
+        return [dq, *self._sum_heads("d_q")]
 
     def _dkv(
-        self, tile: Tile, last: str | None, to_initial: str | None, to: str, with_dv: bool, dgate: bool
+        self, tile: Tile, last: str | None, to_initial: str | None, to: str, with_dv: bool, wanted: Collection[str]
     ) -> LaunchSpec:
-        """Walks dk, dv, or both at once; `to` is "d_v" for dv alone. `dgate`: leaves what the gate gradient needs."""
-        p, with_dk = self.tiling, to == "d_k"
+        """Walks dk, dv, or both at once; `to` is "d_v" for dv alone. Leaves what the `wanted` gradients of gates, steps
+        and skips need."""
+        p, with_dk, to, dgate = self.tiling, to == "d_k", self._by_head(to), self.of_gate(wanted)
+        dskip = "@of_skip" if self.skip is not None and self.skip in wanted else None
+        of_steps = "@of_steps" if self.steps is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
         return self._walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
-            ["q", "k", "v", "do", self._gates, to, "d_v", *sums, "@states", "@dstates", last, to_initial],
-            named(to, "d_v" if with_dv else None, *sums, to_initial),
+            ["q", "k", "v", "do", self._gates, self.steps, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
+             "@dstates", last, to_initial],
+            named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides(to, "d_v")],
-            named("q", "k", "v", "do", self._gates, "@dstates", "@states" if dgate else None, last),
+            named("q", "k", "v", "do", self._gates, self.steps, self.skip, "@dstates", "@states" if dgate else None,
+                  last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
-            EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"),
+            EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.steps is not None,
+            SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, GROUP=self.group,
         )  # fmt: skip
 
-    def _gate_grad(self, gate: str, last: str | None) -> LaunchSpec:
+    def gate_grad(self, to: str, last: str | None) -> LaunchSpec:
         p, dq, dk = self.tiling, self.tiling.tiles.dq, self.tiling.tiles.dk
         # Noise: products of fp32 states, or of tf32x3, are good to about 2^-18; true values of that size hardly survive
         # a decay of DROP.
@@ -258,12 +300,11 @@ class DiagonalPlan(SegmentedPlan):
             "BK": dk.bk, "READ_BK": dq.bk, "EXACT": self._exact,
             "C": p.chunk, "DROP": -20.0 if self._exact else -30.0,
             "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,
-            "DECAY": primitives.decay_scalar, "FINAL": last is not None,
+            "DECAY": primitives.decay_scalar, "FINAL": last is not None, "STEPS": self.steps is not None,
         }  # fmt: skip
         read_sums, write_sums = ("@read_sums", "@write_sums") if self._exact else (None, None)
         reads = ["@pairs", "@reads", read_sums, "@writes", write_sums, "@edges", "@edges" if last is None else "@ends"]
         numbers = (*self._gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
-        to = gradient_of(gate)
-        return self._small(
-            "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], to, numbers, **constants
+        return self.small(
+            "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", self.steps, to], [to], numbers, **constants
         )

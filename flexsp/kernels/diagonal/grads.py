@@ -21,7 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_rows, store_state, written
+from flexsp.kernels.primitives import (
+    chunk_info, group_of, load_rows, load_state, mm, power, rows_of, store_rows, store_state, written,
+)
 from flexsp.runtime.launch import begin
 
 
@@ -40,6 +42,14 @@ def _column_sums(to, x, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _diagonal(to, x, when, C: tl.constexpr):
+    """to [C / 16, C] = the diagonal of x [C, C], as `_column_sums` would leave it."""
+    at = tl.arange(0, C // 16)[:, None] * C + tl.arange(0, C)[None, :]
+    own = tl.where(tl.arange(0, C)[None, :] == tl.arange(0, C)[:, None], x, 0.0)
+    tl.store(to + at, tl.sum(tl.reshape(own, [C // 16, 16, C]), axis=1), mask=when)
+
+
+@triton.jit
 def _inner_by_rows(to, x, y, N: tl.constexpr):
     """to [N] = sums over columns of x y, both [N, M]. One sum of all would need a barrier."""
     tl.store(to + tl.arange(0, N), tl.sum(x * y, axis=1))
@@ -47,19 +57,20 @@ def _inner_by_rows(to, x, y, N: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, dq, reads, read_sums, ends, states, initial, dfinal, table,
+    q, k, v, do, gate, steps, dq, reads, read_sums, ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
-    PARTS: tl.constexpr, EXACT: tl.constexpr,
-    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, EXACT: tl.constexpr, ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
     BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
-    rows of <S, dfinal> of packed documents that end here.
+    rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
+    STEPS: keys have weights, steps [B, H, chunks * C].
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -67,12 +78,13 @@ def dq_kernel(
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
-    q += b.to(tl.int64) * q_sb + h * q_sh
-    k += b.to(tl.int64) * k_sb + h * k_sh
+    q += b.to(tl.int64) * q_sb + group_of(h, GROUP) * q_sh
+    k += b.to(tl.int64) * k_sb + group_of(h, GROUP) * k_sh
     v += b.to(tl.int64) * v_sb + h * v_sh
     do += b.to(tl.int64) * do_sb + h * do_sh
     dq += b.to(tl.int64) * dq_sb + h * dq_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
+    steps += b.to(tl.int64) * g_sb + h * g_sh
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
@@ -98,6 +110,8 @@ def dq_kernel(
                     S = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
+        if STEPS:
+            step = rows_of(steps, c, C)
         kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
@@ -116,6 +130,8 @@ def dq_kernel(
             else:
                 da = tl.where(causal, da * scale, 0.0)
                 dqc = dqc * scale
+            if STEPS:
+                da = da * step[None, :]
             da = da.to(DOT)
             if READS:
                 _row_sums(reads + c * per_chunk * SUMS, qc.to(tl.float32) * dqc, C, BK, PARTS)
@@ -124,7 +140,10 @@ def dq_kernel(
             dqc = tl.zeros([C, BK], tl.float32)
         if GATED:
             S = S * power(b_end)
-            S += written(kc, power(b_end - bc), vc, V, DOT, PREC)
+            into = power(b_end - bc)
+            if STEPS:
+                into = into * step
+            S += written(kc, into, vc, V, DOT, PREC)
         else:
             S += written(kc, None, vc, V, DOT, PREC)
         if FINAL:  # noqa: SIM102 (a constexpr, then a value)
@@ -138,14 +157,16 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, dk, dv, pairs, writes, write_sums, edges, states, dstates, dfinal, dinitial, table,
+    q, k, v, do, gate, steps, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip, states, dstates, dfinal,
+    dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
-    ALIKE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
@@ -157,6 +178,11 @@ def dkv_kernel(
     that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of
     a token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
     than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
+
+    GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have weights, steps [B, H, chunks * C].
+    `writes` then leave them out, and so does of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT), <k_j, dk_j /
+    step_j>. SKIP: o has skip [H] times v besides. DSKIP: of_skip [B, H, chunks, C / 16, C] are <v_j, do_j>, in parts of
+    which all but one are 0.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -165,13 +191,14 @@ def dkv_kernel(
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
-    q += b.to(tl.int64) * q_sb + h * q_sh
-    k += b.to(tl.int64) * k_sb + h * k_sh
+    q += b.to(tl.int64) * q_sb + group_of(h, GROUP) * q_sh
+    k += b.to(tl.int64) * k_sb + group_of(h, GROUP) * k_sh
     v += b.to(tl.int64) * v_sb + h * v_sh
     do += b.to(tl.int64) * do_sb + h * do_sh
     dk += b.to(tl.int64) * dk_sb + h * dk_sh
     dv += b.to(tl.int64) * dv_sb + h * dv_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
+    steps += b.to(tl.int64) * g_sb + h * g_sh
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     sums = tl.program_id(1) * n_chunks * per_chunk + tile
@@ -182,6 +209,8 @@ def dkv_kernel(
         do_st = q_st
         dk_st = q_st
         dv_st = q_st
+    if SKIP:
+        weight = tl.load(skip + h).to(tl.float32)
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
     if DG and not EXACT:
@@ -205,6 +234,8 @@ def dkv_kernel(
                     dS = load_state(dfinal + at_doc, k0, v0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
+        if STEPS:
+            step = rows_of(steps, c, C)
         at_sums = sums + c * per_chunk
         qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
@@ -215,7 +246,7 @@ def dkv_kernel(
         if GATED:
             into = power(b_end - bc)
         if DG and EXACT:
-            added = written(kc, into, vc, V, DOT, PREC)
+            added = written(kc, into * step if STEPS else into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
         held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
@@ -236,9 +267,15 @@ def dkv_kernel(
             if DG and not EXACT:
                 pair = ac * decay * dac
             elif DG and DV:
-                _column_sums(pairs + at_sums * (C // 16) * C, a.to(tl.float32) * dac, C, C)
+                pair = a.to(tl.float32) * dac
             elif DG:
-                _column_sums(pairs + at_sums * (C // 16) * C, da.to(tl.float32) * ac, C, C)
+                pair = da.to(tl.float32) * ac
+            if DG and STEPS:
+                pair = pair * step[:, None]
+            if DG and EXACT:
+                _column_sums(pairs + at_sums * (C // 16) * C, pair, C, C)
+            if DSKIP:  # each tile of K has all of it
+                _diagonal(of_skip + (tl.program_id(1).to(tl.int64) * n_chunks + c) * (C // 16) * C, dac, tile == 0, C)
         if DG and not EXACT:  # noqa: SIM102
             if length >= 0:  # of the pairs written before p, those read at p or later
                 both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
@@ -262,6 +299,10 @@ def dkv_kernel(
             dkc += mm(da, qc, DOT, PREC)
             if DG and EXACT and not DV:
                 _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
+            if DG and STEPS and not EXACT:
+                _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
+            if STEPS:
+                dkc = dkc * step[:, None]
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)
@@ -272,6 +313,10 @@ def dkv_kernel(
             dvc += mm(a, oc, DOT, PREC)
             if DG and EXACT:
                 _row_sums(writes + at_sums * SUMS, dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
+            if STEPS:
+                dvc = dvc * step[:, None]
+            if SKIP:
+                dvc += oc.to(tl.float32) * weight
             store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:  # noqa: SIM102
             if first:
@@ -289,14 +334,15 @@ def _all_of(x, chunk, TILES: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def gate_grad_kernel(
-    pairs, reads, read_sums, writes, write_sums, edges, ends, gate, dg, table, g_sb, g_sh,
+    pairs, reads, read_sums, writes, write_sums, edges, ends, gate, steps, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
     BK: tl.constexpr, READ_BK: tl.constexpr, EXACT: tl.constexpr,
     C: tl.constexpr, DROP: tl.constexpr, ROUNDING: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-    FINAL: tl.constexpr, PDL: tl.constexpr,
+    FINAL: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
+    STEPS: `writes` are still to be multiplied by steps [B, H, chunks * C].
 
     EXACT: read_sums and write_sums are given, rows of BK and READ_BK numbers. Else products are exact enough for sums
     over tokens. What is left of `straddle` behind a chunk that decays strongly is dropped if it is no more than the
@@ -308,6 +354,7 @@ def gate_grad_kernel(
     h = (row % H).to(tl.int64)
     seg = tl.program_id(1)
     gate += b.to(tl.int64) * g_sb + h * g_sh
+    steps += b.to(tl.int64) * g_sb + h * g_sh
     rows = tl.arange(0, C)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -341,6 +388,10 @@ def gate_grad_kernel(
             if not EXACT:
                 write += tl.load(term, mask=valid, other=0.0)
                 pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
+        if STEPS:
+            previous = previous * tl.load(steps + c * C + rows - 1, mask=before, other=0.0)
+            if not EXACT:
+                write = write * rows_of(steps, c, C)
         if EXACT:
             for i in tl.static_range(TILES * (C // 16)):
                 previous -= tl.load(pairs + at * (TILES * (C // 16)) + i * C + rows - 1, mask=before, other=0.0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
     from flexsp.kernels.operators import Asked
 
-__all__ = ["Diagonal", "diagonal"]
+__all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
 
 
 class Diagonal(Engine):
@@ -47,6 +47,37 @@ class Diagonal(Engine):
 
 
 register(Diagonal, [3, 4])
+
+
+class Ssd(Engine):
+    """Calls of the state-space dual: q, k (a row a group of heads), v, "dt" [B, T, H], "A" [H] and, where they are
+    there, "dt_bias" and "D" [H]. The form is "words|call": which of those two there are, "softplus", and the text of
+    the call."""
+
+    kind, title = "ssd", NAME
+    params = frozenset(("A", "dt_bias", "D"))
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        words, self.text = form.split("|", 1)
+        self.words = words.split(",")
+        self.names = ("q", "k", "v", "dt", "A", *(x for x in ("dt_bias", "D") if x in self.words))
+
+    def tiling(self, asked: Asked) -> Any:
+        q, _, v, *_ = asked.tensors
+        return make_plan(q, v, asked.n_docs)
+
+    def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
+        from flexsp.kernels.diagonal.ssd_plan import SsdPlan
+
+        (q, _, v, dt, *_), initial = asked.tensors, asked.initial is not None
+        return SsdPlan(
+            tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype, q.shape[2],
+            *(x in self.words for x in ("softplus", "dt_bias", "D")), dt.dtype,
+        )  # fmt: skip
+
+
+register(Ssd, [5, 6, 7])
 
 
 class _InPytorch:
@@ -114,4 +145,33 @@ def diagonal(
     want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
     return functions.call(
         Diagonal.kind, form, tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp, scale=scale
+    )  # fmt: skip
+
+
+def ssd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    D: torch.Tensor | None,
+    *,
+    softplus: bool,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+    sp: SequenceParallel | None,
+    op: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = e^{s_t A} S_{t-1} + s_t k_t v_t^T, o_t = q_t S_t + D v_t with s_t = dt_t + dt_bias or softplus of that, in
+    kernels (`asks_for_kernels`), over inputs already validated: q, k [B, T, G, K], v [B, T, H, V], dt [B, T, H], others
+    [H]."""
+    there = [("softplus", softplus), ("dt_bias", dt_bias is not None), ("D", D is not None)]
+    words = [word for word, used in there if used]
+    call = f"{op} on {q.dtype}, {' and '.join(['dt', *words])}{', packed' if cu_seqlens is not None else ''}"
+    params = [x.contiguous() for x in (A, dt_bias, D) if x is not None]
+    return Ssd.run(
+        f"{','.join(words)}|{call}", [q, k, v, dt, *params], initial_state, cu_seqlens,
+        output_final_state=output_final_state, sp=sp,
     )  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, power, store_columns, store_state, written
+from flexsp.kernels.primitives import (
+    chunk_info, group_of, load_rows, load_state, mm, power, rows_of, store_columns, store_state, written,
+)
 from flexsp.runtime.launch import begin
 
 
@@ -48,6 +50,8 @@ def output_kernel(
     k,
     v,
     gate,
+    steps,
+    skip,
     o,
     states,
     initial,
@@ -82,25 +86,33 @@ def output_kernel(
     PACKED: tl.constexpr,
     INITIAL: tl.constexpr,
     FINAL: tl.constexpr,
-    ALIKE: tl.constexpr, GATED: tl.constexpr,
+    ALIKE: tl.constexpr,
+    GATED: tl.constexpr,
+    STEPS: tl.constexpr,
+    SKIP: tl.constexpr,
+    GROUP: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """o = scale (tril(q k^T . E) v + e^b q S), docs/math.md, section 2.
 
-    The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
+    GROUP heads share rows of q and of k. STEPS: keys have weights, steps [B, H, chunks * C]. SKIP: o has skip [H]
+    times v besides. The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
     begin(PDL)
     v0 = tl.program_id(0) * BV
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
-    q += b.to(tl.int64) * q_sb + h * q_sh
-    k += b.to(tl.int64) * k_sb + h * k_sh
+    q += b.to(tl.int64) * q_sb + group_of(h, GROUP) * q_sh
+    k += b.to(tl.int64) * k_sb + group_of(h, GROUP) * k_sh
     v += b.to(tl.int64) * v_sb + h * v_sh
     o += b.to(tl.int64) * o_sb + h * o_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
+    steps += b.to(tl.int64) * g_sb + h * g_sh
+    if SKIP:
+        weight = tl.load(skip + h).to(tl.float32)
 
     if ALIKE:
         k_st = q_st
@@ -132,19 +144,29 @@ def output_kernel(
                 o + start * o_st, S, qc, kc, vc, bc, b_end, later, length, o_st, scale, C, GATED, DOT, PREC
             )  # fmt: skip
         else:
+            if GATED:
+                into = power(b_end - bc)
+            if STEPS:
+                step = rows_of(steps, c, C)
+                into = into * step
             if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-                p = _scores(qc, kc, bc, later, scale, GATED, DOT, PREC).to(DOT)
+                p = _scores(qc, kc, bc, later, scale, GATED, DOT, PREC)
+                if STEPS:
+                    p = p * step[:, None]
+                p = p.to(DOT)
             else:
                 p = tl.zeros([C, C], DOT)
             oc = mm(held, tl.trans(qc), DOT, PREC)
             if GATED:
                 oc = oc * (power(bc) * scale)[None, :]
                 S = S * power(b_end)
-                S += mm(tl.trans(vc) * power(b_end - bc)[None, :], kc, DOT, PREC)
+                S += mm(tl.trans(vc) * into[None, :], kc, DOT, PREC)
             else:
                 oc = oc * scale
                 S += mm(tl.trans(vc), kc, DOT, PREC)
             oc += mm(tl.trans(vc), p, DOT, PREC)
+            if SKIP:
+                oc += tl.trans(vc).to(tl.float32) * weight
             store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
         if PACKED and FINAL:  # noqa: SIM102
             if last:

@@ -37,8 +37,8 @@ class Tiling:
 
 
 def make_plan(q: torch.Tensor, v: torch.Tensor, n_docs: int) -> Tiling:
-    """Tiling for q [B, T, H, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU."""
-    sizes = (*q.shape, v.shape[-1], n_docs)
+    """Tiling for q [B, T, G, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU."""
+    sizes = (*v.shape[:3], q.shape[-1], v.shape[-1], n_docs)
     build = plan_of if all(type(n) is int for n in sizes) else plan_of.__wrapped__  # symbolic sizes have no hash
     return build(q.dtype, *sizes, of_device(q.device))
 

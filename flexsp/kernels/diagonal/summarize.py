@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.diagonal.tiles import MOST_CHUNKS
-from flexsp.kernels.primitives import LN2, chunk_info, load_rows, load_state, power, store_state, written
+from flexsp.kernels.primitives import (
+    LN2, chunk_info, group_of, load_rows, load_state, power, rows_of, store_state, written,
+)
 from flexsp.runtime.launch import begin
 
 HORIZON = tl.constexpr(-104.0 * 1.4426950408889634)  # log2 of a decay that fp32 cannot hold
@@ -44,6 +46,7 @@ def summarize_kernel(
     x,
     y,
     gate,
+    steps,
     states,
     log_a,
     cut,
@@ -74,6 +77,8 @@ def summarize_kernel(
     BOUNDARY: tl.constexpr,
     ZERO: tl.constexpr,
     GATED: tl.constexpr,
+    STEPS: tl.constexpr,
+    X_GROUP: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
     PDL: tl.constexpr,
@@ -81,7 +86,8 @@ def summarize_kernel(
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
     boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
-    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0.
+    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. X_GROUP heads share rows of x. STEPS: Y has weights
+    besides, steps [B, H, chunks * C].
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -91,9 +97,10 @@ def summarize_kernel(
     b = tl.program_id(1) // H
     h = (tl.program_id(1) % H).to(tl.int64)
     seg = tl.program_id(2)
-    x += b.to(tl.int64) * x_sb + h * x_sh
+    x += b.to(tl.int64) * x_sb + group_of(h, X_GROUP) * x_sh
     y += b.to(tl.int64) * y_sb + h * y_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
+    steps += b.to(tl.int64) * g_sb + h * g_sh
 
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -125,6 +132,8 @@ def summarize_kernel(
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if GATED:
             w = power(bc) * scale if REVERSE else power(b_end - bc)
+            if STEPS:
+                w = w * rows_of(steps, c, C)
             S = S * power(b_end)
             S += written(xc, w, yc, V, DOT, PREC)
         elif REVERSE:

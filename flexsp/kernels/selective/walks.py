@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import LOG2E, chunk_info
+from flexsp.kernels.primitives import LOG2E, chunk_info, step_of
 from flexsp.runtime.launch import begin
 
 _NEAR_ZERO = tl.constexpr(0.25)
@@ -78,35 +78,6 @@ def numbers_of(base, t, left, BN: tl.constexpr, PACKED: tl.constexpr):
         number_of(base, t + 2, left - 2, BN, PACKED),
         number_of(base, t + 3, left - 3, BN, PACKED),
     )
-
-
-@triton.jit
-def log1p_of(e):
-    """log(1 + e) of e in 0..1, to 1.6e-7 of it: e times a polynomial of degree 9, interpolated in Chebyshev's points.
-
-    Without a logarithm, since the special function units are busy with exponentials.
-    """
-    p = e * -0.0031760570127516985 + 0.019542526453733444
-    p = p * e - 0.056373611092567444
-    p = p * e + 0.10543623566627502
-    p = p * e - 0.1526966691017151
-    p = p * e + 0.1966327428817749
-    p = p * e - 0.24951615929603577
-    p = p * e + 0.33329710364341736
-    p = p * e - 0.49999892711639404
-    return p * e * e + e
-
-
-@triton.jit
-def step_of(x, shift, there, SOFTPLUS: tl.constexpr):
-    """dt [BD] of a row of delta, and its derivative after it."""
-    x = x.to(tl.float32) + shift
-    slope = tl.full(x.shape, 1.0, tl.float32)
-    if SOFTPLUS:
-        e = tl.exp(-tl.abs(x))
-        slope = tl.where(x < 0.0, e, 1.0) / (1.0 + e)
-        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p_of(e)
-    return tl.where(there, x, 0.0), tl.where(there, slope, 0.0)
 
 
 @triton.jit

@@ -152,7 +152,7 @@ class DiagonalPlan(SegmentedPlan):
         else:
             dkv = [
                 self._dkv(tiles.dk, last, None, "d_k", False, wanted), *self._sum_heads("d_k"),
-                self._dkv(tiles.dv, last, to, "d_v", True, ()),
+                self._dkv(tiles.dv, last, to, "d_v", True, wanted),
             ]  # fmt: skip
         return [*dq, *dkv, *self.gate_gradients(last, wanted)]
 
@@ -213,7 +213,7 @@ class DiagonalPlan(SegmentedPlan):
         constants |= {"DECAY": primitives.decay_scalar if gated else primitives.decay_none, "GATED": gated}
         cut = (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale)
         return self.launch(
-            kind, Launch(tile.bv, tile.warps, tile.stages), (programs, p.B * p.H, p.n_seg), pointers, writes,
+            kind, Launch(tile.bv, tile.warps, tile.stages, tile.registers), (programs, p.B * p.H, p.n_seg), pointers, writes,
             (*numbers, *cut), constants | dots(self.dtype), reads=reads,
         )  # fmt: skip
 
@@ -274,8 +274,9 @@ class DiagonalPlan(SegmentedPlan):
     ) -> LaunchSpec:
         """Walks dk, dv, or both at once; `to` is "d_v" for dv alone. Leaves what the `wanted` gradients of gates, steps
         and skips need."""
-        p, with_dk, to, dgate = self.tiling, to == "d_k", self._by_head(to), self.of_gate(wanted)
-        dskip = "@of_skip" if self.skip is not None and self.skip in wanted else None
+        p, with_dk, to = self.tiling, to == "d_k", self._by_head(to)
+        dgate = with_dk and self.of_gate(wanted)
+        dskip = "@of_skip" if with_dv and self.skip is not None and self.skip in wanted else None
         of_steps = "@of_steps" if self.steps is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
         return self._walk(

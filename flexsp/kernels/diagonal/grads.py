@@ -42,14 +42,6 @@ def _column_sums(to, x, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _diagonal(to, x, when, C: tl.constexpr):
-    """to [C / 16, C] = the diagonal of x [C, C], as `_column_sums` would leave it."""
-    at = tl.arange(0, C // 16)[:, None] * C + tl.arange(0, C)[None, :]
-    own = tl.where(tl.arange(0, C)[None, :] == tl.arange(0, C)[:, None], x, 0.0)
-    tl.store(to + at, tl.sum(tl.reshape(own, [C // 16, 16, C]), axis=1), mask=when)
-
-
-@triton.jit
 def _inner_by_rows(to, x, y, N: tl.constexpr):
     """to [N] = sums over columns of x y, both [N, M]. One sum of all would need a barrier."""
     tl.store(to + tl.arange(0, N), tl.sum(x * y, axis=1))
@@ -181,8 +173,8 @@ def dkv_kernel(
 
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have weights, steps [B, H, chunks * C].
     `writes` then leave them out, and so does of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT), <k_j, dk_j /
-    step_j>. SKIP: o has skip [H] times v besides. DSKIP: of_skip [B, H, chunks, C / 16, C] are <v_j, do_j>, in parts of
-    which all but one are 0.
+    step_j>. SKIP (with DV): o has skip [H] times v besides. DSKIP: of_skip [B, H, chunks, tiles, PARTS, C] are <v_j,
+    do_j>.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -239,7 +231,7 @@ def dkv_kernel(
         at_sums = sums + c * per_chunk
         qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
-        if DK:
+        if DK or DSKIP:
             vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         if DV or DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
@@ -274,8 +266,6 @@ def dkv_kernel(
                 pair = pair * step[:, None]
             if DG and EXACT:
                 _column_sums(pairs + at_sums * (C // 16) * C, pair, C, C)
-            if DSKIP:  # each tile of K has all of it
-                _diagonal(of_skip + (tl.program_id(1).to(tl.int64) * n_chunks + c) * (C // 16) * C, dac, tile == 0, C)
         if DG and not EXACT:  # noqa: SIM102
             if length >= 0:  # of the pairs written before p, those read at p or later
                 both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
@@ -316,7 +306,10 @@ def dkv_kernel(
             if STEPS:
                 dvc = dvc * step[:, None]
             if SKIP:
-                dvc += oc.to(tl.float32) * weight
+                read = oc.to(tl.float32)
+                dvc += read * weight
+                if DSKIP:
+                    _row_sums(of_skip + at_sums * SUMS, read * vc.to(tl.float32), C, BV, PARTS)
             store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:  # noqa: SIM102
             if first:

@@ -10,6 +10,7 @@ import torch
 
 from flexsp.kernels.diagonal import step_sizes
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
+from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import LaunchSpec
 
@@ -50,7 +51,7 @@ class SsdPlan(DiagonalPlan):
         }  # fmt: skip
 
     def of_gates(self, gate: str) -> list[Buffer]:
-        p, dk = self.tiling, self.tiling.tiles.dk
+        dk, dv = self.tiling.tiles.dk, self._dv
         of_parts = self.B, self.H, self._programs
         token = self.B, self.H, self.T
         return [
@@ -62,8 +63,17 @@ class SsdPlan(DiagonalPlan):
             Buffer("@steps", Role.SAVED, _F32, (self.B, self.H, self._row)),
             Buffer("@dgates", Role.SCRATCH, _F32, token),
             Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, dk.parts)),
-            Buffer("@of_skip", Role.SCRATCH, _F32, (self.B, self.H, self.n_chunks, p.chunk // 16, p.chunk)),
+            Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(self._dv_tiles, dv.parts)),
         ]
+
+    @property
+    def _dv(self) -> Tile:
+        """Of the walk that makes dv."""
+        return self.tiling.tiles.dv or self.tiling.tiles.dk
+
+    @property
+    def _dv_tiles(self) -> int:
+        return 1 if self.tiling.tiles.dv is None else -(-self.tiling.V // self._dv.bv)
 
     @property
     def _programs(self) -> int:
@@ -101,6 +111,7 @@ class SsdPlan(DiagonalPlan):
         ]  # fmt: skip
         of_step = self.small(
             "step_grads_kernel", (self._programs, p.B * p.H, 1), pointers, made, ("dt", p.T, p.H, p.n_chunks),
-            **self._how, PARTS=self._dk_tiles * p.tiles.dk.parts, PER=_CHUNKS, STEPS=of_steps, SKIP=of_skip,
+            **self._how, PARTS=self._dk_tiles * p.tiles.dk.parts, SKIP_PARTS=self._dv_tiles * self._dv.parts, PER=_CHUNKS,
+            STEPS=of_steps, SKIP=of_skip,
         )  # fmt: skip
         return [*gates, of_step]

@@ -44,13 +44,13 @@ def step_kernel(
 @triton.jit
 def step_grads_kernel(
     dg, raw, of_skip, dt, A, bias, ddt, dA, dbias, dskip, table, dt_sb, dt_st, dt_sh, T, H, n_chunks,
-    C: tl.constexpr, PARTS: tl.constexpr, PER: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+    C: tl.constexpr, PARTS: tl.constexpr, SKIP_PARTS: tl.constexpr, PER: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     STEPS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of PER chunks of a head: ddt [B, H, T] (STEPS), and sums of theirs, dA, dbias and dskip (SKIP) [B, H,
     programs].
 
-    dg [B, H, T]: of the gates. raw [B, H, chunks, PARTS, C] and of_skip [B, H, chunks, C / 16, C]: as `dkv_kernel`
+    dg [B, H, T]: of the gates. raw [B, H, chunks, PARTS, C] and of_skip [B, H, chunks, SKIP_PARTS, C]: as `dkv_kernel`
     leaves them.
     """
     begin(PDL)
@@ -78,8 +78,8 @@ def step_grads_kernel(
             to_A += of_gate * step
             to_bias += found
         if SKIP:
-            for n in tl.static_range(C // 16):
-                to_skip += tl.load(of_skip + (chunk * (C // 16) + n) * C + i, mask=valid, other=0.0)
+            for n in tl.static_range(SKIP_PARTS):
+                to_skip += tl.load(of_skip + (chunk * SKIP_PARTS + n) * C + i, mask=valid, other=0.0)
     at = row * tl.num_programs(0) + part
     if STEPS:
         tl.store(dA + at, tl.sum(to_A, axis=0))

@@ -23,12 +23,14 @@ MOST_CHUNKS = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile [bk, bv] of the state in one program's registers, and how the program is launched."""
+    """Tile [bk, bv] of the state in one program's registers, and how the program is launched; `registers`
+    that a thread may have, None for all."""
 
     bk: int
     bv: int
     warps: int
     stages: int
+    registers: int | None = None
 
     @property
     def parts(self) -> int:

@@ -51,7 +51,7 @@ class DiagonalPlan(SegmentedPlan):
     text: str
     values: torch.dtype | None = None
     key_heads: int | None = None
-    steps: ClassVar[str | None] = None  # the buffer of keys' weights
+    writing: ClassVar[str | None] = None  # the gates of keys, where these have their own
     skip: ClassVar[str | None] = None  # the input of weights of v in the outputs
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
@@ -235,22 +235,22 @@ class DiagonalPlan(SegmentedPlan):
         return replace(spec, options={"num_warps": how.warps})
 
     def _summarize(self, x: str, y: str, states: str, boundary: str | None, *, reverse: bool, zero: bool) -> LaunchSpec:
-        tile, p, weights = self.tiling.tiles.summarize, self.tiling, None if reverse else self.steps
+        tile, p, writing = self.tiling.tiles.summarize, self.tiling, None if reverse else self.writing
         return self._walk(
             "summarize_kernel", tile, _count(p.K, tile.bk) * _count(p.V, tile.bv),
-            [x, y, self._gates, weights, states, self.carried, self.cut, boundary],
+            [x, y, self._gates, writing, states, self.carried, self.cut, boundary],
             named(states, self.carried, self.cut), [x, y, *self._gate_strides], REVERSE=reverse,
-            BOUNDARY=boundary is not None, ZERO=zero, STEPS=weights is not None, X_GROUP=self.group,
+            BOUNDARY=boundary is not None, ZERO=zero, STEPS=writing is not None, X_GROUP=self.group,
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
         tile, p = self.tiling.tiles.output, self.tiling
         return [self._walk(
             "output_kernel", tile, _count(p.V, tile.bv),
-            ["q", "k", "v", self._gates, self.steps, self.skip, "o", "@states", initial, final], named("o", final),
+            ["q", "k", "v", self._gates, self.writing, self.skip, "o", "@states", initial, final], named("o", final),
             ["q", "k", "v", *self._gate_strides, *self._strides("o")],
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "o"),
-            STEPS=self.steps is not None, SKIP=self.skip is not None, GROUP=self.group,
+            STEPS=self.writing is not None, SKIP=self.skip is not None, GROUP=self.group,
         )]  # fmt: skip
 
     def _dq(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -262,10 +262,10 @@ class DiagonalPlan(SegmentedPlan):
         ends = None if last is None else "@ends"
         dq = self._walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "do", self._gates, self.steps, to, reads, sums, ends, "@states", initial, last],
+            ["q", "k", "v", "do", self._gates, self.writing, to, reads, sums, ends, "@states", initial, last],
             named(to, reads, sums, ends), ["q", "k", "v", "do", *self._gate_strides, *self._strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
-            ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.steps is not None, GROUP=self.group,
+            ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None, GROUP=self.group,
         )  # fmt: skip
         return [dq, *self._sum_heads("d_q")]
 
@@ -277,18 +277,18 @@ class DiagonalPlan(SegmentedPlan):
         p, with_dk, to = self.tiling, to == "d_k", self._by_head(to)
         dgate = with_dk and self.of_gate(wanted)
         dskip = "@of_skip" if with_dv and self.skip is not None and self.skip in wanted else None
-        of_steps = "@of_steps" if self.steps is not None and dgate and not self._exact else None
+        of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
         return self._walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
-            ["q", "k", "v", "do", self._gates, self.steps, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
+            ["q", "k", "v", "do", self._gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
              "@dstates", last, to_initial],
             named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
             ["q", "k", "v", "do", *self._gate_strides, *self._strides(to, "d_v")],
-            named("q", "k", "v", "do", self._gates, self.steps, self.skip, "@dstates", "@states" if dgate else None,
+            named("q", "k", "v", "do", self._gates, self.writing, self.skip, "@dstates", "@states" if dgate else None,
                   last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
-            EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.steps is not None,
+            EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, GROUP=self.group,
         )  # fmt: skip
 
@@ -301,11 +301,11 @@ class DiagonalPlan(SegmentedPlan):
             "BK": dk.bk, "READ_BK": dq.bk, "EXACT": self._exact,
             "C": p.chunk, "DROP": -20.0 if self._exact else -30.0,
             "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,
-            "DECAY": primitives.decay_scalar, "FINAL": last is not None, "STEPS": self.steps is not None,
+            "DECAY": primitives.decay_scalar, "FINAL": last is not None,
         }  # fmt: skip
         read_sums, write_sums = ("@read_sums", "@write_sums") if self._exact else (None, None)
         reads = ["@pairs", "@reads", read_sums, "@writes", write_sums, "@edges", "@edges" if last is None else "@ends"]
         numbers = (*self._gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         return self.small(
-            "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", self.steps, to], [to], numbers, **constants
+            "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], [to], numbers, **constants
         )

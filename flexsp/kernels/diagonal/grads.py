@@ -49,7 +49,7 @@ def _inner_by_rows(to, x, y, N: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, steps, dq, reads, read_sums, ends, states, initial, dfinal, table,
+    q, k, v, do, gate, writing, dq, reads, read_sums, ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
@@ -62,7 +62,7 @@ def dq_kernel(
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
     BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
     rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
-    STEPS: keys have weights, steps [B, H, chunks * C].
+    STEPS: keys have gates of their own, `writing` (see `step_kernel`).
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -76,7 +76,7 @@ def dq_kernel(
     do += b.to(tl.int64) * do_sb + h * do_sh
     dq += b.to(tl.int64) * dq_sb + h * dq_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
-    steps += b.to(tl.int64) * g_sb + h * g_sh
+    writing += b.to(tl.int64) * g_sb + h * g_sh
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
@@ -102,8 +102,7 @@ def dq_kernel(
                     S = load_state(initial + (doc * H + h).to(tl.int64) * K * V, k0, 0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
-        if STEPS:
-            step = rows_of(steps, c, C)
+            written_at = rows_of(writing, c, C) if STEPS else bc
         kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
@@ -117,13 +116,11 @@ def dq_kernel(
             da = mm(oc, tl.trans(vc), DOT, PREC)
             dqc = mm(oc, held, DOT, PREC)
             if GATED:
-                da = da * (power(tl.where(causal, bc[:, None] - bc[None, :], float("-inf"))) * scale)
+                da = da * (power(tl.where(causal, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
                 dqc = dqc * (power(bc) * scale)[:, None]
             else:
                 da = tl.where(causal, da * scale, 0.0)
                 dqc = dqc * scale
-            if STEPS:
-                da = da * step[None, :]
             da = da.to(DOT)
             if READS:
                 _row_sums(reads + c * per_chunk * SUMS, qc.to(tl.float32) * dqc, C, BK, PARTS)
@@ -132,10 +129,7 @@ def dq_kernel(
             dqc = tl.zeros([C, BK], tl.float32)
         if GATED:
             S = S * power(b_end)
-            into = power(b_end - bc)
-            if STEPS:
-                into = into * step
-            S += written(kc, into, vc, V, DOT, PREC)
+            S += written(kc, power(b_end - written_at), vc, V, DOT, PREC)
         else:
             S += written(kc, None, vc, V, DOT, PREC)
         if FINAL:  # noqa: SIM102 (a constexpr, then a value)
@@ -149,7 +143,7 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, steps, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip, states, dstates, dfinal,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip, states, dstates, dfinal,
     dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh,
@@ -171,9 +165,9 @@ def dkv_kernel(
     a token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
     than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
 
-    GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have weights, steps [B, H, chunks * C].
-    `writes` then leave them out, and so does of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT), <k_j, dk_j /
-    step_j>. SKIP (with DV): o has skip [H] times v besides. DSKIP: of_skip [B, H, chunks, tiles, PARTS, C] are <v_j,
+    GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
+    `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
+    has skip [H] times v besides, which `writes` leave out. DSKIP: of_skip [B, H, chunks, tiles, PARTS, C] are <v_j,
     do_j>.
     """
     begin(PDL)
@@ -190,7 +184,7 @@ def dkv_kernel(
     dk += b.to(tl.int64) * dk_sb + h * dk_sh
     dv += b.to(tl.int64) * dv_sb + h * dv_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
-    steps += b.to(tl.int64) * g_sb + h * g_sh
+    writing += b.to(tl.int64) * g_sb + h * g_sh
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     sums = tl.program_id(1) * n_chunks * per_chunk + tile
@@ -226,8 +220,7 @@ def dkv_kernel(
                     dS = load_state(dfinal + at_doc, k0, v0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
-        if STEPS:
-            step = rows_of(steps, c, C)
+            written_at = rows_of(writing, c, C) if STEPS else bc
         at_sums = sums + c * per_chunk
         qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
@@ -236,9 +229,9 @@ def dkv_kernel(
         if DV or DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         if GATED:
-            into = power(b_end - bc)
+            into = power(b_end - written_at)
         if DG and EXACT:
-            added = written(kc, into * step if STEPS else into, vc, V, DOT, PREC)
+            added = written(kc, into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
         held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
@@ -247,7 +240,7 @@ def dkv_kernel(
             pair = tl.zeros([C, C], tl.float32)
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             if GATED:
-                decay = power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale
+                decay = power(tl.where(later, bc[None, :] - written_at[:, None], float("-inf"))) * scale
             else:
                 decay = tl.where(later, scale, 0.0)
             if DK:
@@ -259,13 +252,9 @@ def dkv_kernel(
             if DG and not EXACT:
                 pair = ac * decay * dac
             elif DG and DV:
-                pair = a.to(tl.float32) * dac
+                _column_sums(pairs + at_sums * (C // 16) * C, a.to(tl.float32) * dac, C, C)
             elif DG:
-                pair = da.to(tl.float32) * ac
-            if DG and STEPS:
-                pair = pair * step[:, None]
-            if DG and EXACT:
-                _column_sums(pairs + at_sums * (C // 16) * C, pair, C, C)
+                _column_sums(pairs + at_sums * (C // 16) * C, da.to(tl.float32) * ac, C, C)
         if DG and not EXACT:  # noqa: SIM102
             if length >= 0:  # of the pairs written before p, those read at p or later
                 both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
@@ -291,8 +280,6 @@ def dkv_kernel(
                 _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if DG and STEPS and not EXACT:
                 _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
-            if STEPS:
-                dkc = dkc * step[:, None]
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)
@@ -303,8 +290,6 @@ def dkv_kernel(
             dvc += mm(a, oc, DOT, PREC)
             if DG and EXACT:
                 _row_sums(writes + at_sums * SUMS, dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
-            if STEPS:
-                dvc = dvc * step[:, None]
             if SKIP:
                 read = oc.to(tl.float32)
                 dvc += read * weight
@@ -327,15 +312,14 @@ def _all_of(x, chunk, TILES: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def gate_grad_kernel(
-    pairs, reads, read_sums, writes, write_sums, edges, ends, gate, steps, dg, table, g_sb, g_sh,
+    pairs, reads, read_sums, writes, write_sums, edges, ends, gate, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
     BK: tl.constexpr, READ_BK: tl.constexpr, EXACT: tl.constexpr,
     C: tl.constexpr, DROP: tl.constexpr, ROUNDING: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
-    FINAL: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    FINAL: tl.constexpr, PDL: tl.constexpr,
 ):
     """dg [B, H, T]: right to left over a segment's chunks, carrying `straddle` = <S, dS> at the chunk's edge.
-    STEPS: `writes` are still to be multiplied by steps [B, H, chunks * C].
 
     EXACT: read_sums and write_sums are given, rows of BK and READ_BK numbers. Else products are exact enough for sums
     over tokens. What is left of `straddle` behind a chunk that decays strongly is dropped if it is no more than the
@@ -347,7 +331,6 @@ def gate_grad_kernel(
     h = (row % H).to(tl.int64)
     seg = tl.program_id(1)
     gate += b.to(tl.int64) * g_sb + h * g_sh
-    steps += b.to(tl.int64) * g_sb + h * g_sh
     rows = tl.arange(0, C)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -381,10 +364,6 @@ def gate_grad_kernel(
             if not EXACT:
                 write += tl.load(term, mask=valid, other=0.0)
                 pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
-        if STEPS:
-            previous = previous * tl.load(steps + c * C + rows - 1, mask=before, other=0.0)
-            if not EXACT:
-                write = write * rows_of(steps, c, C)
         if EXACT:
             for i in tl.static_range(TILES * (C // 16)):
                 previous -= tl.load(pairs + at * (TILES * (C // 16)) + i * C + rows - 1, mask=before, other=0.0)

@@ -12,11 +12,11 @@ from flexsp.runtime.launch import begin
 
 
 @triton.jit
-def _scores(q, k, bc, later, scale, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
-    """Transposed: of queries at or after the keys of their rows, decayed."""
+def _scores(q, k, bc, into, later, scale, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Transposed: of queries at or after the keys of their rows, decayed. Keys have the gates `into`."""
     found = mm(k, tl.trans(q), DOT, PREC)
     if GATED:
-        found = found * (power(tl.where(later, bc[None, :] - bc[:, None], float("-inf"))) * scale)
+        found = found * (power(tl.where(later, bc[None, :] - into[:, None], float("-inf"))) * scale)
     else:
         found = tl.where(later, found * scale, 0.0)
     return found
@@ -31,7 +31,7 @@ def _of_one_column(
     nothing is rounded between the inputs and o, which mLSTM and linear attention divide by."""
     rows = tl.arange(0, C)
     value = tl.sum(v.to(tl.float32), axis=1)
-    pairs = _scores(q, k, bc, later, scale, GATED, DOT, PREC)
+    pairs = _scores(q, k, bc, bc, later, scale, GATED, DOT, PREC)
     here = tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)[None, :] + 0.0, axis=1) * scale
     if GATED:
         here = here * power(bc)
@@ -50,7 +50,7 @@ def output_kernel(
     k,
     v,
     gate,
-    steps,
+    writing,
     skip,
     o,
     states,
@@ -97,7 +97,7 @@ def output_kernel(
 ):
     """o = scale (tril(q k^T . E) v + e^b q S), docs/math.md, section 2.
 
-    GROUP heads share rows of q and of k. STEPS: keys have weights, steps [B, H, chunks * C]. SKIP: o has skip [H]
+    GROUP heads share rows of q and of k. STEPS: keys have gates of their own, `writing` (see `step_kernel`). SKIP: o has skip [H]
     times v besides. The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
     begin(PDL)
@@ -110,7 +110,7 @@ def output_kernel(
     v += b.to(tl.int64) * v_sb + h * v_sh
     o += b.to(tl.int64) * o_sb + h * o_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
-    steps += b.to(tl.int64) * g_sb + h * g_sh
+    writing += b.to(tl.int64) * g_sb + h * g_sh
     if SKIP:
         weight = tl.load(skip + h).to(tl.float32)
 
@@ -135,6 +135,7 @@ def output_kernel(
         bc, b_end = 0.0, 0.0
         if GATED:
             bc, b_end = DECAY(gate, c, C)
+        written_at = rows_of(writing, c, C) if STEPS else bc
         held = S.to(DOT)
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
@@ -144,29 +145,24 @@ def output_kernel(
                 o + start * o_st, S, qc, kc, vc, bc, b_end, later, length, o_st, scale, C, GATED, DOT, PREC
             )  # fmt: skip
         else:
-            if GATED:
-                into = power(b_end - bc)
-            if STEPS:
-                step = rows_of(steps, c, C)
-                into = into * step
             if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-                p = _scores(qc, kc, bc, later, scale, GATED, DOT, PREC)
-                if STEPS:
-                    p = p * step[:, None]
-                p = p.to(DOT)
+                p = _scores(qc, kc, bc, written_at, later, scale, GATED, DOT, PREC).to(DOT)
             else:
                 p = tl.zeros([C, C], DOT)
             oc = mm(held, tl.trans(qc), DOT, PREC)
             if GATED:
                 oc = oc * (power(bc) * scale)[None, :]
-                S = S * power(b_end)
-                S += mm(tl.trans(vc) * into[None, :], kc, DOT, PREC)
             else:
                 oc = oc * scale
-                S += mm(tl.trans(vc), kc, DOT, PREC)
             oc += mm(tl.trans(vc), p, DOT, PREC)
             if SKIP:
                 oc += tl.trans(vc).to(tl.float32) * weight
+            # Here, where p is no longer needed, so that both lie in the same shared memory: two blocks then fit.
+            if GATED:
+                S = S * power(b_end)
+                S += mm(tl.trans(vc) * power(b_end - written_at)[None, :], kc, DOT, PREC)
+            else:
+                S += mm(tl.trans(vc), kc, DOT, PREC)
             store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
         if PACKED and FINAL:  # noqa: SIM102
             if last:

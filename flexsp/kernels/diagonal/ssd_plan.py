@@ -10,6 +10,7 @@ import torch
 
 from flexsp.kernels.diagonal import step_sizes
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
+from flexsp.kernels.diagonal.plan import decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import LaunchSpec
@@ -24,8 +25,8 @@ _CHUNKS = 16  # a program of `step_grads_kernel`
 class SsdPlan(DiagonalPlan):
     """A call of the state-space dual; the gate is "dt", the step sizes.
 
-    Buffers beside those of `DiagonalPlan`: ``@steps`` step sizes of the tokens of all chunks, ``@dgates`` gradients of
-    the log gates, and what keys leave to the gradients of steps and values to those of skip weights.
+    Buffers beside those of `DiagonalPlan`: ``@writing`` gates by which keys are written, ``@dgates`` gradients of the
+    log gates, and what keys leave to the gradients of steps and values to those of skip weights.
 
     Attributes:
         softplus: steps are softplus(dt + bias).
@@ -38,7 +39,7 @@ class SsdPlan(DiagonalPlan):
     bias: bool = False
     skips: bool = False
     dt_dtype: torch.dtype = _F32
-    steps: ClassVar[str | None] = "@steps"
+    writing: ClassVar[str | None] = "@writing"
     kernels: ClassVar[dict[str, Any]] = DiagonalPlan.kernels | by_name(
         step_sizes.step_kernel, step_sizes.step_grads_kernel
     )
@@ -60,7 +61,7 @@ class SsdPlan(DiagonalPlan):
             Buffer("d_dt", Role.GRADIENT, _F32, token),
             *(Buffer(name, Role.INPUT, _F32, (self.H,)) for name in self.summed),
             *(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_parts) for name in self.summed),
-            Buffer("@steps", Role.SAVED, _F32, (self.B, self.H, self._row)),
+            Buffer("@writing", Role.SAVED, decay_dtype(self.dtype), (self.B, self.H, self._row)),
             Buffer("@dgates", Role.SCRATCH, _F32, token),
             Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, dk.parts)),
             Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(self._dv_tiles, dv.parts)),
@@ -93,8 +94,8 @@ class SsdPlan(DiagonalPlan):
     def gate_sums(self, gate: str) -> LaunchSpec:
         p = self.tiling
         return self.small(
-            "step_kernel", (p.n_chunks, p.B * p.H, 1), ["dt", "A", "dt_bias" if self.bias else None, "@steps", "@gates"],
-            ["@steps", "@gates"], ("dt", p.T, p.H), **self._how,
+            "step_kernel", (p.n_chunks, p.B * p.H, 1), ["dt", "A", "dt_bias" if self.bias else None, "@gates", "@writing"],
+            ["@gates", "@writing"], ("dt", p.T, p.H), **self._how,
         )  # fmt: skip
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -102,10 +103,10 @@ class SsdPlan(DiagonalPlan):
         if not (of_steps or of_skip):
             return []
         gates = [self.gate_grad("@dgates", last)] if of_steps else []
-        raw = "@writes" if self._exact else "@of_steps"
+        of_keys = "@writes" if self._exact else "@of_steps"
         made = ["d_dt", *self.sums(wanted)] if of_steps else self.sums(wanted)
         pointers = [
-            "@dgates" if of_steps else None, raw if of_steps else None, "@of_skip" if of_skip else None, "dt", "A",
+            "@dgates" if of_steps else None, of_keys if of_steps else None, "@of_skip" if of_skip else None, "dt", "A",
             "dt_bias" if self.bias else None,
             *(x if x in made else None for x in ("d_dt", "d_A", "d_dt_bias", "d_D")),
         ]  # fmt: skip

@@ -8,6 +8,8 @@ import triton.language as tl
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, step_of
 from flexsp.runtime.launch import begin
 
+_LEAST = tl.constexpr(2.0**-100)
+
 
 @triton.jit
 def _step(dt, bias, h, i, length, dt_st, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):
@@ -20,12 +22,21 @@ def _step(dt, bias, h, i, length, dt_st, BIAS: tl.constexpr, SOFTPLUS: tl.conste
 
 
 @triton.jit
+def _positive(step):
+    return tl.where(step == 0.0, _LEAST, step)
+
+
+@triton.jit
 def step_kernel(
-    dt, A, bias, steps, gate, table, dt_sb, dt_st, dt_sh, T, H,
+    dt, A, bias, gate, writing, table, dt_sb, dt_st, dt_sh, T, H,
     C: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """steps [B, H, chunks * C] fp32 of dt [B, T, H], 0 past a chunk's length; gate: what `gate_kernel` makes of the log
-    gates steps * A."""
+    """gate [B, H, chunks * C]: what `gate_kernel` makes of log gates step * A, of step sizes dt [B, T, H]. writing:
+    the same less log2 of the step.
+
+    With the gates `writing` a key counts as if it were multiplied by its step, and no walk has to do it. A step of 0
+    counts as _LEAST, which is as good as 0; its gradient is that of _LEAST. A negative step gives NaN.
+    """
     begin(PDL)
     row = tl.program_id(1)
     chunk = tl.program_id(0)
@@ -35,22 +46,23 @@ def step_kernel(
     from_dt = dt + (row // H).to(tl.int64) * dt_sb + h.to(tl.int64) * dt_sh + start * dt_st
     step, slope = _step(from_dt, bias, h, i, length, dt_st, BIAS, SOFTPLUS)
     at = (row.to(tl.int64) * tl.num_programs(0) + chunk) * C + i
-    tl.store(steps + at, step)
     log = step.to(gate.dtype.element_ty) * tl.load(A + h).to(gate.dtype.element_ty)
     log = tl.maximum(log, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(gate + at, tl.cumsum(log * LOG2E, axis=0))
+    b = tl.cumsum(log * LOG2E, axis=0)
+    tl.store(gate + at, b)
+    tl.store(writing + at, b - tl.log2(_positive(step).to(gate.dtype.element_ty)))
 
 
 @triton.jit
 def step_grads_kernel(
-    dg, raw, of_skip, dt, A, bias, ddt, dA, dbias, dskip, table, dt_sb, dt_st, dt_sh, T, H, n_chunks,
+    dg, of_keys, of_skip, dt, A, bias, ddt, dA, dbias, dskip, table, dt_sb, dt_st, dt_sh, T, H, n_chunks,
     C: tl.constexpr, PARTS: tl.constexpr, SKIP_PARTS: tl.constexpr, PER: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     STEPS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of PER chunks of a head: ddt [B, H, T] (STEPS), and sums of theirs, dA, dbias and dskip (SKIP) [B, H,
     programs].
 
-    dg [B, H, T]: of the gates. raw [B, H, chunks, PARTS, C] and of_skip [B, H, chunks, SKIP_PARTS, C]: as `dkv_kernel`
+    dg [B, H, T]: of the gates. of_keys, what tokens wrote for all that read it, [B, H, chunks, PARTS, C] and of_skip [B, H, chunks, SKIP_PARTS, C]: as `dkv_kernel`
     leaves them.
     """
     begin(PDL)
@@ -70,10 +82,10 @@ def step_grads_kernel(
         if STEPS:
             step, slope = _step(dt + start * dt_st, bias, h, i, length, dt_st, BIAS, SOFTPLUS)
             of_gate = tl.load(dg + row.to(tl.int64) * T + start + i, mask=valid, other=0.0)
-            found = of_gate * slow
+            written = tl.zeros([C], tl.float32)
             for n in tl.static_range(PARTS):
-                found += tl.load(raw + (chunk * PARTS + n) * C + i, mask=valid, other=0.0)
-            found = tl.where(valid, found * slope, 0.0)
+                written += tl.load(of_keys + (chunk * PARTS + n) * C + i, mask=valid, other=0.0)
+            found = tl.where(valid, (of_gate * slow + written / _positive(step)) * slope, 0.0)
             tl.store(ddt + row.to(tl.int64) * T + start + i, found, mask=valid)
             to_A += of_gate * step
             to_bias += found

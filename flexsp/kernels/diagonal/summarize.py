@@ -46,7 +46,7 @@ def summarize_kernel(
     x,
     y,
     gate,
-    steps,
+    writing,
     states,
     log_a,
     cut,
@@ -86,8 +86,8 @@ def summarize_kernel(
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
     boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
-    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. X_GROUP heads share rows of x. STEPS: Y has weights
-    besides, steps [B, H, chunks * C].
+    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. X_GROUP heads share rows of x. STEPS: tokens write with
+    other gates than they are read with, `writing` (see `step_kernel`).
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -100,7 +100,7 @@ def summarize_kernel(
     x += b.to(tl.int64) * x_sb + group_of(h, X_GROUP) * x_sh
     y += b.to(tl.int64) * y_sb + h * y_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
-    steps += b.to(tl.int64) * g_sb + h * g_sh
+    writing += b.to(tl.int64) * g_sb + h * g_sh
 
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -131,9 +131,9 @@ def summarize_kernel(
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if GATED:
-            w = power(bc) * scale if REVERSE else power(b_end - bc)
             if STEPS:
-                w = w * rows_of(steps, c, C)
+                bc = rows_of(writing, c, C)
+            w = power(bc) * scale if REVERSE else power(b_end - bc)
             S = S * power(b_end)
             S += written(xc, w, yc, V, DOT, PREC)
         elif REVERSE:

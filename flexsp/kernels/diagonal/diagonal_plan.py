@@ -213,7 +213,7 @@ class DiagonalPlan(SegmentedPlan):
         constants |= {"DECAY": primitives.decay_scalar if gated else primitives.decay_none, "GATED": gated}
         cut = (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale)
         return self.launch(
-            kind, Launch(tile.bv, tile.warps, tile.stages, tile.registers), (programs, p.B * p.H, p.n_seg), pointers, writes,
+            kind, Launch(tile.bv, tile.warps, tile.stages), (programs, p.B * p.H, p.n_seg), pointers, writes,
             (*numbers, *cut), constants | dots(self.dtype), reads=reads,
         )  # fmt: skip
 

@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import (
-    chunk_info, group_of, load_rows, load_state, mm, power, rows_of, store_rows, store_state, written,
+    chunk_info,
+    group_of,
+    load_rows,
+    load_state,
+    mm,
+    power,
+    rows_of,
+    store_rows,
+    store_state,
+    written,
 )
 from flexsp.runtime.launch import begin
 
@@ -143,8 +152,8 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip, states, dstates, dfinal,
-    dinitial, table,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip,
+    states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh,
     T, H, n_seg, n_chunks, per_seg, scale,

@@ -71,9 +71,10 @@ class Ssd(Engine):
         from flexsp.kernels.diagonal.ssd_plan import SsdPlan
 
         (q, _, v, dt, *_), initial = asked.tensors, asked.initial is not None
+        softplus, bias, skips = (x in self.words for x in ("softplus", "dt_bias", "D"))
         return SsdPlan(
             tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype, q.shape[2],
-            *(x in self.words for x in ("softplus", "dt_bias", "D")), dt.dtype,
+            softplus, bias, skips, dt.dtype,
         )  # fmt: skip
 
 

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.primitives import (
-    chunk_info, group_of, load_rows, load_state, mm, power, rows_of, store_columns, store_state, written,
+    chunk_info,
+    group_of,
+    load_rows,
+    load_state,
+    mm,
+    power,
+    rows_of,
+    store_columns,
+    store_state,
+    written,
 )
 from flexsp.runtime.launch import begin
 
@@ -97,8 +106,10 @@ def output_kernel(
 ):
     """o = scale (tril(q k^T . E) v + e^b q S), docs/math.md, section 2.
 
-    GROUP heads share rows of q and of k. STEPS: keys have gates of their own, `writing` (see `step_kernel`). SKIP: o has skip [H]
-    times v besides. The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
+    GROUP heads share rows of q and of k. STEPS: keys have gates of their own, `writing` (see `step_kernel`). SKIP: o
+    has skip [H] times v besides.
+
+    The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
     begin(PDL)
     v0 = tl.program_id(0) * BV

@@ -39,6 +39,7 @@ class SsdPlan(DiagonalPlan):
     bias: bool = False
     skips: bool = False
     dt_dtype: torch.dtype = _F32
+    params: ClassVar[tuple[str, ...]] = ()  # whose gradients are sums over tokens
     writing: ClassVar[str | None] = "@writing"
     kernels: ClassVar[dict[str, Any]] = DiagonalPlan.kernels | by_name(
         step_sizes.step_kernel, step_sizes.step_grads_kernel
@@ -48,7 +49,7 @@ class SsdPlan(DiagonalPlan):
         params = ("A", *(["dt_bias"] if self.bias else []), *(["D"] if self.skips else []))
         return super().settled() | {
             "optional": frozenset(("dt", *params)), "by_head": frozenset({"dt"}), "by_token": frozenset(),
-            "skip": "D" if self.skips else None, "summed": params,
+            "skip": "D" if self.skips else None, "params": params,
         }  # fmt: skip
 
     def of_gates(self, gate: str) -> list[Buffer]:
@@ -59,8 +60,8 @@ class SsdPlan(DiagonalPlan):
             *super().of_gates(gate),
             Buffer("dt", Role.INPUT, self.dt_dtype, (self.B, self.T, self.H)),
             Buffer("d_dt", Role.GRADIENT, _F32, token),
-            *(Buffer(name, Role.INPUT, _F32, (self.H,)) for name in self.summed),
-            *(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_parts) for name in self.summed),
+            *(Buffer(name, Role.INPUT, _F32, (self.H,)) for name in self.params),
+            *(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_parts) for name in self.params),
             Buffer("@writing", Role.SAVED, decay_dtype(self.dtype), (self.B, self.H, self._row)),
             Buffer("@dgates", Role.SCRATCH, _F32, token),
             Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, dk.parts)),
@@ -89,13 +90,14 @@ class SsdPlan(DiagonalPlan):
 
     def sums(self, wanted: Collection[str]) -> list[str]:
         of_steps, of_skip = self.of_gate(wanted), "D" in wanted
-        return [gradient_of(x) for x in self.summed if (of_skip if x == "D" else of_steps)]
+        return [gradient_of(x) for x in self.params if (of_skip if x == "D" else of_steps)]
 
     def gate_sums(self, gate: str) -> LaunchSpec:
         p = self.tiling
         return self.small(
-            "step_kernel", (p.n_chunks, p.B * p.H, 1), ["dt", "A", "dt_bias" if self.bias else None, "@gates", "@writing"],
-            ["@gates", "@writing"], ("dt", p.T, p.H), **self._how,
+            "step_kernel", (p.n_chunks, p.B * p.H, 1),
+            ["dt", "A", "dt_bias" if self.bias else None, "@gates", "@writing"], ["@gates", "@writing"],
+            ("dt", p.T, p.H), **self._how,
         )  # fmt: skip
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -112,7 +114,7 @@ class SsdPlan(DiagonalPlan):
         ]  # fmt: skip
         of_step = self.small(
             "step_grads_kernel", (self._programs, p.B * p.H, 1), pointers, made, ("dt", p.T, p.H, p.n_chunks),
-            **self._how, PARTS=self._dk_tiles * p.tiles.dk.parts, SKIP_PARTS=self._dv_tiles * self._dv.parts, PER=_CHUNKS,
-            STEPS=of_steps, SKIP=of_skip,
+            **self._how, PARTS=self._dk_tiles * p.tiles.dk.parts, SKIP_PARTS=self._dv_tiles * self._dv.parts,
+            PER=_CHUNKS, STEPS=of_steps, SKIP=of_skip,
         )  # fmt: skip
         return [*gates, of_step]

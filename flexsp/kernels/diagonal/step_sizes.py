@@ -1,4 +1,4 @@
-"""Kernels of the state-space dual around the walks: step sizes and their gates, and what their gradients are made of."""
+"""Kernels of the state-space dual around the walks: gates from step sizes, and gradients of these and of parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _step(dt, bias, h, i, length, dt_st, BIAS: tl.constexpr, SOFTPLUS: tl.conste
 
 @triton.jit
 def _positive(step):
-    return tl.where(step == 0.0, _LEAST, step)
+    return tl.where((step >= 0.0) & (step < _LEAST), _LEAST, step)
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def step_kernel(
     """gate [B, H, chunks * C]: what `gate_kernel` makes of log gates step * A, of step sizes dt [B, T, H]. writing:
     the same less log2 of the step.
 
-    With the gates `writing` a key counts as if it were multiplied by its step, and no walk has to do it. A step of 0
-    counts as _LEAST, which is as good as 0; its gradient is that of _LEAST. A negative step gives NaN.
+    With the gates `writing` a key counts as if it were multiplied by its step, and no walk has to do it. A smaller
+    step than _LEAST counts as that, which is as good as 0: so a step of 0 has a gradient, too. A negative one gives NaN.
     """
     begin(PDL)
     row = tl.program_id(1)
@@ -56,14 +56,14 @@ def step_kernel(
 @triton.jit
 def step_grads_kernel(
     dg, of_keys, of_skip, dt, A, bias, ddt, dA, dbias, dskip, table, dt_sb, dt_st, dt_sh, T, H, n_chunks,
-    C: tl.constexpr, PARTS: tl.constexpr, SKIP_PARTS: tl.constexpr, PER: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
-    STEPS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, PARTS: tl.constexpr, SKIP_PARTS: tl.constexpr, PER: tl.constexpr, BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of PER chunks of a head: ddt [B, H, T] (STEPS), and sums of theirs, dA, dbias and dskip (SKIP) [B, H,
     programs].
 
-    dg [B, H, T]: of the gates. of_keys, what tokens wrote for all that read it, [B, H, chunks, PARTS, C] and of_skip [B, H, chunks, SKIP_PARTS, C]: as `dkv_kernel`
-    leaves them.
+    dg [B, H, T]: of the gates. of_keys [B, H, chunks, PARTS, C], what tokens wrote for all that read it, and of_skip
+    [B, H, chunks, SKIP_PARTS, C]: as `dkv_kernel` leaves them.
     """
     begin(PDL)
     row = tl.program_id(1)

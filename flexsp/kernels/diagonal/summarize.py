@@ -14,7 +14,15 @@ import triton.language as tl
 
 from flexsp.kernels.diagonal.tiles import MOST_CHUNKS
 from flexsp.kernels.primitives import (
-    LN2, chunk_info, group_of, load_rows, load_state, power, rows_of, store_state, written,
+    LN2,
+    chunk_info,
+    group_of,
+    load_rows,
+    load_state,
+    power,
+    rows_of,
+    store_state,
+    written,
 )
 from flexsp.runtime.launch import begin
 
@@ -86,8 +94,8 @@ def summarize_kernel(
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
     boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
-    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. X_GROUP heads share rows of x. STEPS: tokens write with
-    other gates than they are read with, `writing` (see `step_kernel`).
+    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. X_GROUP heads share rows of x. STEPS: keys have gates
+    of their own, `writing` (see `step_kernel`).
     """
     begin(PDL)
     tile = tl.program_id(0)

@@ -23,14 +23,12 @@ MOST_CHUNKS = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """Tile [bk, bv] of the state in one program's registers, and how the program is launched; `registers`
-    that a thread may have, None for all."""
+    """Tile [bk, bv] of the state in one program's registers, and how the program is launched."""
 
     bk: int
     bv: int
     warps: int
     stages: int
-    registers: int | None = None
 
     @property
     def parts(self) -> int:
@@ -85,7 +83,12 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
     summarize = Tile(min(bk, 128), min(bv, 128), 8 if min(bk, bv) >= 128 else 4, 4)
     if bk <= 128 and bv <= 128:
         warps = 8 if bk * bv >= 64 * 128 else 4
-        return Tiles(64, summarize, output, dq=Tile(bk, bv, warps, 3), dk=Tile(bk, bv, warps, 3), dv=None)
+        # Two narrow tiles of dq share a multiprocessor, where one of 8 warps would have it alone.
+        dq = Tile(64, bv, 4, 3) if bk == 128 and bv == 64 else Tile(bk, bv, warps, 3)
+        return Tiles(64, summarize, output, dq=dq, dk=Tile(bk, bv, warps, 3), dv=None)
+    if bv == 128:
+        half = Tile(128, bv, 8, 3)
+        return Tiles(64, summarize, output, dq=half, dk=half, dv=Tile(bk, wide_v, walk_warps, 2))
     across = Tile(64, bv, 8 if bv > 128 else 4, 2)
     return Tiles(64, summarize, output, dq=across, dk=across, dv=Tile(bk, wide_v, walk_warps, 2))
 

@@ -14,6 +14,7 @@ _LENGTHS = "tests/test_torch_compile.py::test_one_graph_of_kernels_of_all_length
 _ANY_LENGTH = "tests/test_torch_compile.py::test_one_graph_of_all_lengths_and_batches"
 _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
+_SSD = _ENGINE + "test_plain[mamba2_groups]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
 _ARITHMETIC = "tests/test_triton_private.py::test_quick_arithmetic_is_arithmetic"
 _ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
@@ -209,7 +210,7 @@ KERNELS = [
         ("slot = (b * (n_seg + 1) + seg)", "slot = (b * n_seg + seg)", "states of B > 1 overlap", _PLAIN),
         ("at_doc = (doc * H + h)", "at_doc = (doc * H)", "heads of documents' states overlap",
          _ENGINE + "test_documents[simple_gla]"),
-        ("power(b_end - bc)[None, :], kc", "power(b_end)[None, :], kc", "keys decay from the chunk's start", _PLAIN),
+        ("power(b_end - written_at)[None, :], kc", "power(b_end)[None, :], kc", "keys decay from the chunk's start", _PLAIN),
     ),
     *_in(
         "flexsp/kernels/diagonal/grads.py",
@@ -236,9 +237,32 @@ KERNELS = [
         ("straddle += arrived", "straddle += 0.0", "reads do not straddle", _ENGINE + "test_segments[1]"),
         ("straddle = tl.where(last, edge, straddle)", "straddle = straddle",
          "what straddles a document's end stays", _ENGINE + "test_segments[1]"),
-        ("S += written(kc, power(b_end - bc)", "S += written(kc, power(b_end)",
+        ("S += written(kc, power(b_end - written_at)", "S += written(kc, power(b_end)",
          "keys decay from the chunk's start for dq", _PLAIN),
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
+        ("dvc += read * weight", "dvc += read", "gradients of values lack the skip weight", _SSD),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/step_sizes.py",
+        ("b - tl.log2(_positive(step).to(gate.dtype.element_ty))", "b", "keys are not multiplied by their steps", _SSD),
+        ("tl.where((step >= 0.0) & (step < _LEAST), _LEAST, step)", "step", "steps of 0 have no gradient",
+         "tests/test_ssd.py::test_steps_of_zero"),
+        ("written / _positive(step)) * slope", "written / _positive(step))", "the gradient of dt without softplus's",
+         _SSD),
+        ("(of_gate * slow + written", "(of_gate + written", "the gradient of dt without A", _SSD),
+        ("to_A += of_gate * step", "to_A += of_gate", "the gradient of A without the step", _SSD),
+        ("x + (i[:, None] * H + group * GROUP) * N", "x + (i[:, None] * H + group) * N", "other heads than the group's",
+         _SSD),
+    ),
+    *_in(
+        "flexsp/kernels/primitives.py",
+        ("h if GROUP == 1 else h // GROUP", "h if GROUP == 1 else h % GROUP", "heads read another group", _SSD),
+        ("tl.where(x < 0.0, e, 1.0) / (1.0 + e)", "tl.where(x > 0.0, e, 1.0) / (1.0 + e)",
+         "another derivative of softplus", _SSD),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/ssd_plan.py",
+        ('"@writes" if self._exact else "@of_steps"', '"@writes"', "steps' gradients leave out pairs in a chunk", _SSD),
     ),
     *_in(
         "flexsp/runtime/triton_private.py",

@@ -146,10 +146,11 @@ MEMORY = [
         ("F.silu(z.to(y.dtype))", "torch.sigmoid(z.to(y.dtype))", "another gate", _STEPS),
     ),
     *_in(
-        "flexsp/kernels/selective/walks.py",
-        ("tl.where(x < 0.0, e, 1.0) / (1.0 + e)", "tl.where(x > 0.0, e, 1.0) / (1.0 + e)",
-         "another derivative of softplus", _WALKS),
+        "flexsp/kernels/primitives.py",
         ("return p * e * e + e", "return p * e * e", "small steps are 0", _SCAN + "test_kernels[small steps]"),
+    ),
+    *_in(
+        "flexsp/kernels/selective/walks.py",
         ("return decay_of(dt, A2) * h + given", "return h + given", "states do not decay", _WALKS),
         ("decay_of(dt, A2) * (g + do[:, None] * C[None, :])", "decay_of(dt, A2) * g + do[:, None] * C[None, :]",
          "adjoints lack a decay", _WALKS),

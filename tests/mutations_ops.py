@@ -121,7 +121,7 @@ OPS = [
          _EDGES + "test_selective_scan"),
     ),
     *_in(
-        "flexsp/kernels/selective/walks.py",
+        "flexsp/kernels/primitives.py",
         ("tl.where(there, slope, 0.0)", "slope", "places without a token have a gradient", _EDGES + "test_selective_scan"),
     ),
     *_in(

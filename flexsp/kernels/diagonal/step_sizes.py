@@ -34,8 +34,8 @@ def step_kernel(
     """gate [B, H, chunks * C]: what `gate_kernel` makes of log gates step * A, of step sizes dt [B, T, H]. writing:
     the same less log2 of the step.
 
-    With the gates `writing` a key counts as if it were multiplied by its step, and no walk has to do it. A smaller
-    step than _LEAST counts as that, which is as good as 0: so a step of 0 has a gradient, too. A negative one gives NaN.
+    With the gates `writing` a key counts as if it were multiplied by its step, and no walk has to do it. A step below
+    _LEAST counts as that, which is as good as 0: so a step of 0 has a gradient, too. A negative one gives NaN.
     """
     begin(PDL)
     row = tl.program_id(1)

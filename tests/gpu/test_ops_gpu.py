@@ -47,16 +47,17 @@ def _configurations() -> list[Any]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize(("dtype", "K", "V", "tiles"), _configurations())
+@pytest.mark.parametrize("op", ["simple_gla", "mamba2"])
 @pytest.mark.usefixtures("poisoned")
 def test_every_tile_configuration(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, K: int, V: int, tiles: Tiles, packed: bool
+    monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype, K: int, V: int, tiles: Tiles, packed: bool
 ) -> None:
     """Two chunks a segment and several segments, so that every kernel walks, starts and ends in the middle."""
     assert tiles in [table.choose(dtype, K, V, device) for device in (H200, A100)]
     monkeypatch.setattr(table, "choose", lambda *args: tiles)
     monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 2)
     plan.plan_of.cache_clear()
-    problem = draw("simple_gla", T=sum(DOCUMENTS), H=2, K=K, V=V, documents=DOCUMENTS if packed else None)
+    problem = draw(op, T=sum(DOCUMENTS), H=2, K=K, V=V, documents=DOCUMENTS if packed else None)
     try:
         _assert_right(problem.rounded(dtype), dtype)
     finally:
@@ -74,6 +75,18 @@ def test_lengths_around_a_chunk(T: int) -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_head_sizes_between_powers_of_two(K: int, V: int, dtype: torch.dtype) -> None:
     _assert_right(draw("simple_gla", T=150, H=2, K=K, V=V).rounded(dtype), dtype)
+
+
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64), (128, 128), (256, 128), (96, 80)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=_name)
+@pytest.mark.usefixtures("poisoned")
+def test_heads_of_mamba2(K: int, V: int, dtype: torch.dtype) -> None:
+    """Of released models, over several segments; four calls give the same bits."""
+    problem = draw("mamba2", T=1100, H=8, K=K, V=V).rounded(dtype)
+    first, *others = (solve_all(problem, dtype, CUDA) for _ in range(4))
+    assert all(torch.equal(x, y) for found in others for a, b in zip(first, found, strict=True)
+               for x, y in zip(a.values(), b.values(), strict=True))  # fmt: skip
+    _assert_right(problem, dtype, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_name)

@@ -64,7 +64,7 @@ NOT_NEGATIVE = [*NUMBER, -1, -1e-9, None]
 POSITIVE = [*NOT_NEGATIVE, 0]
 OPTIONAL = {
     "flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP, "not negative": NOT_NEGATIVE,
-    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300],
+    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300], "value size": [*SIZE, 513, 600],
     "pairs": [*SIZE, 1, 3, 257], "fraction": [*POSITIVE, 0.25, 2],
     "expand": [*POSITIVE, 1e-3, 1e308],
     "initial": [*POSITIVE, 1e-300, 1e300], "floor": [*NOT_NEGATIVE, 1e-300, 1e300],
@@ -290,18 +290,18 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "GatedRMSNorm": (GatedRMSNorm(D), {"x": X, "gate": X}, {}, {}),
     "SimpleGLA()": (
         SimpleGLA, {}, {"hidden_size": "size", "num_heads": "size", "head_k_dim": "head size",
-        "head_v_dim": "head size", "conv_size": "size", "use_short_conv": "flag", "conv_bias": "flag",
+        "head_v_dim": "value size", "conv_size": "size", "use_short_conv": "flag", "conv_bias": "flag",
         "use_output_gate": "flag", "gate_logit_normalizer": "positive", "norm_eps": "not negative",
         "expand_k": "expand", "expand_v": "expand"},
         {"hidden_size": D, "num_heads": 2},
     ),
     "SimpleGLA() of given heads": (
-        SimpleGLA, {}, {"head_k_dim": "head size", "head_v_dim": "head size", "expand_k": "positive",
+        SimpleGLA, {}, {"head_k_dim": "head size", "head_v_dim": "value size", "expand_k": "positive",
         "expand_v": "positive"},
         {"hidden_size": D, "num_heads": 3, "head_k_dim": 1, "head_v_dim": 256},
     ),
     "Mamba2()": (
-        Mamba2, {}, {"hidden_size": "size", "head_dim": "head size", "state_size": "head size", "n_groups": "size",
+        Mamba2, {}, {"hidden_size": "size", "head_dim": "value size", "state_size": "head size", "n_groups": "size",
         "expand": "expand", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative", "dt_min": "initial",
         "dt_max": "initial", "dt_init_floor": "floor", "A_init_range": "range", "use_bias": "flag",
         "conv_init": "base", "hidden_act": "choice", "D_has_hdim": "flag", "rmsnorm": "flag",

@@ -175,7 +175,7 @@ def test_refused_models_name_everything() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("gated", {"head_dim": 256, "expand_v": 2}, "head_v_dim is 512, and heads of more than 256 are not available"),
+        ("gated", {"head_dim": 256, "expand_v": 4}, "head_v_dim is 1024, and heads of more than 512 are not available"),
         ("mamba", {"state_size": 257}, "ssm_state_size is 257, and heads of more than 256"),
         ("hgrn2", {"expand_ratio": 258, "hidden_size": 516}, "head_f_dim is 258, and heads of more than 256"),
         ("linear attention", {"feature_map": "dpfp", "hidden_size": 68}, "its feature map makes keys of 272"),

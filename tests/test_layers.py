@@ -392,7 +392,7 @@ def test_cache_under_ranks() -> None:
         (lambda: ShortConvolution(4).prefill(torch.randn(1, 3, 4), torch.randn(1, 4, 3)), "cache: expected"),
         (lambda: Mamba2(24, head_dim=32), "head_dim: expected a divisor"),
         (lambda: Mamba2(32, head_dim=16, n_groups=3), "n_groups: expected a divisor"),
-        (lambda: Mamba2(300, head_dim=300), r"head_dim: expected 1\.\.256, an integer, got 300"),
+        (lambda: Mamba2(600, head_dim=600), r"head_dim: expected 1\.\.512, an integer, got 600"),
         (lambda: Mamba2(32, dt_min=1, dt_max=0.5), r"dt_max: expected a number >= dt_min=1, got 0\.5"),
         (lambda: Mamba2(32, A_init_range=(5, 1)), r"A_init_range: expected .* smaller one first, got \(5, 1\)"),
         (lambda: Mamba2(32, A_init_range=(-1, 1)), r"A_init_range\[0\]: expected a number of 1e-30\.\.1e30, got -1"),
@@ -400,7 +400,7 @@ def test_cache_under_ranks() -> None:
         (lambda: SimpleGLA(100, 1, expand_k=0.295), r"expand_k: expected .*, an integer, got 100 \* 0\.295 / 1 = "),
         (lambda: Mamba2(64, expand=1.3, head_dim=1), r"expand: expected .*, an integer .*, got 64 \* 1\.3 = 83\.2"),
         (lambda: SimpleGLA(600, 2), r"expand_k: expected a size of heads of 1\.\.256, an integer, got .* = 300"),
-        (lambda: SimpleGLA(64, 2, expand_v=16), r"expand_v: expected a size of heads of 1\.\.256, .* = 512"),
+        (lambda: SimpleGLA(64, 2, expand_v=32), r"expand_v: expected a size of heads of 1\.\.512, .* = 1024"),
         (lambda: RMSNorm(10, group_size=3), "group_size: expected a divisor"),
     ],
 )

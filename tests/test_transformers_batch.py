@@ -298,7 +298,7 @@ def test_refused_models_name_everything() -> None:
     model = make("qwen3_next", attention_dropout=0.1, rope_parameters=rope)
     model.model.layers[0].mlp.shared_expert.act_fn = Mixing()
     model.model.layers[2].input_layernorm = nn.Conv1d(24, 24, 3)
-    model.model.layers[2].linear_attn.head_v_dim = 512
+    model.model.layers[2].linear_attn.head_v_dim = 513
     model.loss_function = nn.functional.cross_entropy
     with pytest.raises(ValueError) as error:
         parallelize(model, ONE)
@@ -308,7 +308,7 @@ def test_refused_models_name_everything() -> None:
         "model.layers.1.self_attn: attention_dropout is 0.1",
         "model.layers.2.input_layernorm: Conv1d is not known",
         "model.rotary_emb: a rotary embedding of type 'dynamic' depends on the length",
-        "model.layers.2.linear_attn: head_v_dim is 512, and heads of more than 256 are not available",
+        "model.layers.2.linear_attn: head_v_dim is 513, and heads of more than 512 are not available",
         "the model: model.loss_function: expected transformers' ForCausalLMLoss",
     ):
         assert expected in said

@@ -47,7 +47,7 @@ QKV = [
     (qkv(v=torch.randn(B, T, H, V, device="meta")), "v: expected a tensor .* with values, got one on the meta device"),
     (qkv(v=torch.randn(B, T, H, V).double()), "v: expected dtype float32, got torch.float64"),
     (qkv(q=torch.randn(B, T, H, 257), k=torch.randn(B, T, H, 257)), r"q: expected a last dimension of 1..256, got 257"),
-    (qkv(v=torch.randn(B, T, H, 300)), r"v: expected a last dimension of 1..256, got 300"),
+    (qkv(v=torch.randn(B, T, H, 513)), r"v: expected a last dimension of 1..512, got 513"),
     (qkv(v=torch.randn(B, T, H, 0)), r"v: expected a last dimension of 1..256, got 0"),
     (qkv(q=torch.randn(0, T, H, K), k=torch.randn(0, T, H, K), v=torch.randn(0, T, H, V)), "q: expected at least one"),
     (qkv(scale="1"), "scale: expected a finite number, got str"),
@@ -133,7 +133,7 @@ def test_plain_state() -> None:
     ("arguments", "message"),
     [
         (ssd(x=torch.randn(B, T, H)), r"x: expected a 4-D tensor \[B, T, H, P\]"),
-        (ssd(x=torch.randn(B, T, H, 257)), r"x: expected a last dimension of 1..256, got 257"),
+        (ssd(x=torch.randn(B, T, H, 513)), r"x: expected a last dimension of 1..512, got 513"),
         (ssd(dt=torch.rand(B, T)), r"dt: expected shape \[B, T, H\] = \[2, 8, 4\]"),
         (ssd(dt=-torch.ones(B, T, H)), r"dt: expected step sizes >= 0 \(after dt_bias\), got a smallest value of -1"),
         (ssd(dt_bias=-2 * torch.ones(H)), "dt: expected step sizes >= 0"),

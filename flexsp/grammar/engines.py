@@ -91,8 +91,9 @@ def on_diagonal(call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, 
         o, final = compiled(call, "linear", {"q": q, "k": k, "v": v}, initial)
         return o.unsqueeze(2), final
     for name, x in (("q", q), ("v", v)):
-        if x.shape[-1] > check.MAX_HEAD_DIM:
-            check.fail(name, f"a last dimension of 1..{check.MAX_HEAD_DIM}", x.shape[-1])
+        most = check.MAX_VALUE_DIM if name == "v" else check.MAX_HEAD_DIM
+        if x.shape[-1] > most:
+            check.fail(name, f"a last dimension of 1..{most}", x.shape[-1])
     N = check.number_of_states(q.shape[0], call.cu_seqlens)
     check.same_call(call.group, op, q, *q.shape[2:], v.shape[-1], N, call.cu_seqlens is None)
     return on_engine(

@@ -27,7 +27,7 @@ from flexsp.ops import (
     recurrent_kda,
 )
 from flexsp.ops._delta import activated, check_bound, strength
-from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 
 class _DeltaLayer(RecurrentLayer):
@@ -165,7 +165,7 @@ class DeltaNet(_DeltaLayer):
         self.qk_norm = check_choice("qk_norm", qk_norm, ("l2", "sum"))
         self.allow_neg_eigval = allow_neg_eigval
         K = head_size("expand_k", hidden_size, expand_k, num_heads)
-        V = head_size("expand_v", hidden_size, expand_v, num_heads)
+        V = head_size("expand_v", hidden_size, expand_v, num_heads, MAX_VALUE_DIM)
         self._add_projections(hidden_size, (num_heads, num_heads), (K, V))
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias, "silu" if qk_activation == "silu" else None)
@@ -412,4 +412,4 @@ def _grouped(
         num_v_heads = num_heads
     elif check_integer("num_v_heads", num_v_heads, least=1) % num_heads:
         fail("num_v_heads", f"a multiple of num_heads={num_heads}", num_v_heads)
-    return hidden_size, (num_heads, num_v_heads), (head_dim, head_size("expand_v", head_dim, expand_v))
+    return hidden_size, (num_heads, num_v_heads), (head_dim, head_size("expand_v", head_dim, expand_v, most=MAX_VALUE_DIM))

@@ -106,8 +106,7 @@ _MOVING = frozenset({
 
 _IN_ITS_PLACE = (
     (r"mLSTMLayer",
-     "flexsp.nn.MLSTM is that layer for heads of up to 256 channels (the parameters have the same names); those of "
-     "xLSTM 7B have 512"),
+     "flexsp.nn.MLSTM is that layer (the parameters have the same names)"),
     (r"\w*RecurrentBlock", "flexsp.nn.RGLRU is that block of Griffin (the parameters have the same names)"),
     (r"\w*(Model|LMHead\w*|For[A-Z]\w*|Block|Layer)",
      "put its parts into a module of your own, whose code treats tokens one by one"),

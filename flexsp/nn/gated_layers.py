@@ -30,7 +30,7 @@ from flexsp.ops import (
     recurrent_rg_lru,
     rg_lru,
 )
-from flexsp.ops._validate import MAX_HEAD_DIM, check_tensor
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM, check_tensor
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "sigmoid": torch.sigmoid, "silu": F.silu, "sqrelu": lambda x: F.relu(x).square(), "swish": F.silu,
@@ -48,7 +48,7 @@ class GatedLinearAttention(RecurrentLayer):
         hidden_size: model width D.
         num_heads: heads H of q and of the state.
         expand_k: heads have K = hidden_size * expand_k / num_heads, 1 to 256.
-        expand_v: and V = hidden_size * expand_v / num_heads, 1 to 256.
+        expand_v: and V = hidden_size * expand_v / num_heads, 1 to 512.
         num_kv_heads: heads of k, v and the gates, a divisor of num_heads, by default H; head h reads those at
             h // (H / num_kv_heads).
         feature_map: of q and k, ``"relu"``, ``"sigmoid"``, ``"sqrelu"`` (relu squared), ``"silu"`` or ``"swish"``, the
@@ -99,7 +99,7 @@ class GatedLinearAttention(RecurrentLayer):
         if num_heads % self.num_kv_heads:
             fail("num_kv_heads", f"a divisor of num_heads={num_heads}", num_kv_heads)
         self.head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads)
-        self.head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads)
+        self.head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads, MAX_VALUE_DIM)
         names = tuple(_ACTIVATIONS)
         self.feature_map = None if feature_map is None else check_choice("feature_map", feature_map, names)
         self.gate_fn = check_choice("gate_fn", gate_fn, names)
@@ -187,7 +187,7 @@ class HGRN2(_LowerBounded):
     Args:
         hidden_size: model width D.
         num_heads: heads H, a divisor of D; by default ``hidden_size // expand_ratio``, which also overrides it.
-        expand_ratio: K of a head, 1 to 256. None means ``hidden_size // num_heads``, which is V, up to 256 too.
+        expand_ratio: K of a head, 1 to 256. None means ``hidden_size // num_heads``, which is V, up to 512.
         use_short_conv: convolutions over q, f and i.
         conv_size: their tokens.
         conv_bias: whether they have biases.
@@ -222,8 +222,8 @@ class HGRN2(_LowerBounded):
         self.num_heads = num_heads = hidden_size // expand_ratio
         if num_heads < 1 or hidden_size % num_heads:
             fail("expand_ratio", f"hidden_size // expand_ratio, a divisor of hidden_size={hidden_size}", num_heads)
-        if hidden_size // num_heads > MAX_HEAD_DIM:
-            fail("expand_ratio", f"heads of 1..{MAX_HEAD_DIM} inputs", hidden_size // num_heads)
+        if hidden_size // num_heads > MAX_VALUE_DIM:
+            fail("expand_ratio", f"heads of 1..{MAX_VALUE_DIM} inputs", hidden_size // num_heads)
         self.head_k_dim, self.head_v_dim = expand_ratio, hidden_size // num_heads
         self._add_branches((num_heads * expand_ratio, num_heads * expand_ratio, hidden_size))
         self._add_convolutions(use_short_conv, conv_size, conv_bias, (None,) * 3)

@@ -21,7 +21,7 @@ from flexsp.nn.norm import GatedRMSNorm, check_choice, check_eps
 from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded, head_size
 from flexsp.nn.start import check_starts, start_rates, start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
-from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 _HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu}
 
@@ -38,7 +38,7 @@ class SimpleGLA(RecurrentLayer):
         hidden_size: model width D.
         num_heads: heads H.
         head_k_dim: K of a head, 1 to 256; default ``hidden_size * expand_k / num_heads``.
-        head_v_dim: V of a head, 1 to 256; default ``hidden_size * expand_v / num_heads``.
+        head_v_dim: V of a head, 1 to 512; default ``hidden_size * expand_v / num_heads``.
         expand_k: gives the default of ``head_k_dim``.
         expand_v: gives the default of ``head_v_dim``.
         use_short_conv: a convolution over q, k and v (one, so that ranks exchange one halo).
@@ -83,9 +83,9 @@ class SimpleGLA(RecurrentLayer):
         if head_k_dim is None:
             head_k_dim = head_size("expand_k", hidden_size, expand_k, num_heads)
         if head_v_dim is None:
-            head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads)
+            head_v_dim = head_size("expand_v", hidden_size, expand_v, num_heads, MAX_VALUE_DIM)
         self.head_k_dim = check_integer("head_k_dim", head_k_dim, least=1, most=MAX_HEAD_DIM)
-        self.head_v_dim = check_integer("head_v_dim", head_v_dim, least=1, most=MAX_HEAD_DIM)
+        self.head_v_dim = check_integer("head_v_dim", head_v_dim, least=1, most=MAX_VALUE_DIM)
         self.gate_logit_normalizer = gate_logit_normalizer
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         channels = 2 * self.key_dim + self.value_dim
@@ -128,7 +128,7 @@ class Mamba2(RecurrentLayer):
 
     Args:
         hidden_size: model width.
-        head_dim: P, channels a head (the state's V), 1 to 256; a divisor of the inner width.
+        head_dim: P, channels a head (the state's V), 1 to 512; a divisor of the inner width.
         state_size: N, the state's K, 1 to 256.
         n_groups: groups G of heads that share B and C; a divisor of the number of heads.
         expand: inner width = expand * hidden_size.
@@ -180,7 +180,7 @@ class Mamba2(RecurrentLayer):
     ) -> None:
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
-        self.head_dim = head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
+        self.head_dim = head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_VALUE_DIM)
         self.state_size = state_size = check_integer("state_size", state_size, least=1, most=MAX_HEAD_DIM)
         self.n_groups = n_groups = check_integer("n_groups", n_groups, least=1)
         check_integer("conv_size", conv_size, least=1)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import HeadNorm, check_eps, check_input
 from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
+from flexsp.ops._validate import MAX_VALUE_DIM
 from flexsp.nn.start import StartedLinear, assign
 from flexsp.ops import chunk_mlstm, recurrent_mlstm
 
@@ -28,10 +29,10 @@ def _start_forget_gates(bias: Tensor) -> None:
 
 
 class MLSTM(RecurrentLayer):
-    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517), for heads of up to 256 channels.
+    """The mLSTM layer of xLSTM (Beck et al. 2024, arXiv 2405.04517).
 
     Its parameters have the names of those of ``mLSTMLayer`` in the package xlstm (arXiv 2503.13427), with
-    ``weight_mode="single"``. The heads of xLSTM 7B, K = 256 and V = 512, are larger than this layer takes.
+    ``weight_mode="single"``. The heads of xLSTM 7B have K = 256 and V = 512.
 
     ``h`` is `flexsp.ops.chunk_mlstm` of q, k, v from projections and of gates ``i = cap(W_i x + b_i)`` (a natural
     logarithm) and ``f = cap(W_f x + b_f)`` (before a sigmoid), with ``cap(z) = gate_soft_cap tanh(z / gate_soft_cap)``,
@@ -41,7 +42,7 @@ class MLSTM(RecurrentLayer):
         hidden_size: model width D.
         num_heads: heads H.
         qk_dim_factor: heads have K = hidden_size * qk_dim_factor / num_heads, 1 to 256.
-        v_dim_factor: and V = hidden_size * v_dim_factor / num_heads, 1 to 256.
+        v_dim_factor: and V = hidden_size * v_dim_factor / num_heads, 1 to 512.
         use_bias: biases of the projections, but for those of i and f, which always have them, and of the norm.
         gate_soft_cap: the cap of i and f, above 0, or None.
         norm_eps: of the norm, at least 0.
@@ -77,7 +78,7 @@ class MLSTM(RecurrentLayer):
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.num_heads = num_heads = check_integer("num_heads", num_heads, least=1)
         self.head_k_dim = head_size("qk_dim_factor", hidden_size, qk_dim_factor, num_heads)
-        self.head_v_dim = head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads)
+        self.head_v_dim = head_size("v_dim_factor", hidden_size, v_dim_factor, num_heads, MAX_VALUE_DIM)
         check_flag("use_bias", use_bias)
         self.gate_soft_cap = None if gate_soft_cap is None else check_number("gate_soft_cap", gate_soft_cap, above=0)
         self.eps = check_eps("eps", eps)

@@ -262,13 +262,13 @@ def expanded(name: str, hidden_size: int, expand: Any) -> int:
     return round(width)
 
 
-def head_size(name: str, width: int, expand: Any, heads: int = 1) -> int:
-    """Channels of a head, ``width * expand / heads``; ValueError unless that is an integer of 1..256."""
+def head_size(name: str, width: int, expand: Any, heads: int = 1, most: int = MAX_HEAD_DIM) -> int:
+    """Channels of a head, ``width * expand / heads``; ValueError unless that is an integer of 1..``most``."""
     total = width * check_number(name, expand, above=0)
     # The product of floats may be off by a rounding: 100 * 0.29 is 28.999999999999996.
-    fits = 0.5 <= total <= (MAX_HEAD_DIM + 1) * heads and math.isclose(total, round(total), rel_tol=1e-6)
+    fits = 0.5 <= total <= (most + 1) * heads and math.isclose(total, round(total), rel_tol=1e-6)
     size, rest = divmod(round(total), heads) if fits else (0, 0)
-    if rest or not 1 <= size <= MAX_HEAD_DIM:
+    if rest or not 1 <= size <= most:
         got = f"{width} * {expand} / {heads} = {total / heads:g}"
-        fail(name, f"a size of heads of 1..{MAX_HEAD_DIM}, an integer", got)
+        fail(name, f"a size of heads of 1..{most}, an integer", got)
     return size

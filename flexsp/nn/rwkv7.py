@@ -18,7 +18,7 @@ from flexsp.nn.norm import HeadNorm, check_eps, check_input
 from flexsp.nn.recurrent import LayerCache, RecurrentLayer, _project, _wide
 from flexsp.nn.start import Start, StartedLinear, assign, start_orthogonal
 from flexsp.ops import chunk_rwkv7, recurrent_rwkv7
-from flexsp.ops._validate import MAX_HEAD_DIM, check_cu_seqlens
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM, check_cu_seqlens
 from flexsp.scan.tokens import tokens_before
 
 __all__ = ["RWKV7"]
@@ -75,7 +75,7 @@ class RWKV7(RecurrentLayer):
         elementwise_affine: whether the norm has weights and biases.
         norm_eps: of the norm over each head's V channels, times K; at least 0.
         layer_idx: the layer's number; the first, 0, has no v_first.
-        value_dim: H * V, by default D; V is 1 to 256.
+        value_dim: H * V, by default D; V is 1 to 512.
         num_hidden_layers: of the model, for the initialisation alone.
 
     Raises:
@@ -104,8 +104,8 @@ class RWKV7(RecurrentLayer):
         self.hidden_size = D = check_integer("hidden_size", hidden_size, least=1)
         self.num_heads, self.head_dim = _heads(D, head_dim, num_heads)
         self.value_dim = D if value_dim is None else check_integer("value_dim", value_dim, least=1)
-        if self.value_dim % self.num_heads or self.value_dim > MAX_HEAD_DIM * self.num_heads:
-            fail("value_dim", f"H * V for {self.num_heads} heads and V of 1..{MAX_HEAD_DIM}", self.value_dim)
+        if self.value_dim % self.num_heads or self.value_dim > MAX_VALUE_DIM * self.num_heads:
+            fail("value_dim", f"H * V for {self.num_heads} heads and V of 1..{MAX_VALUE_DIM}", self.value_dim)
         self.head_v_dim, V = self.value_dim // self.num_heads, self.value_dim
         check_flag("elementwise_affine", elementwise_affine)
         self.layer_idx = check_integer("layer_idx", layer_idx)

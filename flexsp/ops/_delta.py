@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import transformed
 from flexsp.exceptions import check_number
 from flexsp.kernels import keys_in_pytorch
+from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.delta.plan import engine_runs
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
@@ -63,7 +64,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
     if tuple(v.shape[:2]) != (B, T * steps) or HV < 1 or HV % H:
         expected = f"shape [B, {tokens}, HV, V] = [{B}, {T * steps}, HV, V], HV a multiple of the {H} heads of q"
         check.fail("v", expected, list(v.shape))
-    check.check_head_sizes(q=K, v=V)
+    check.check_head_sizes({"v": V}, q=K)
     strengths = (q.dtype, torch.float32)
     check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
     if g is not None:
@@ -177,7 +178,7 @@ def _on_engine(heads: Heads, q: Tensor) -> bool:
     """Whether the delta engine runs this call, outside of graphs and transforms of torch.func."""
     if torch.compiler.is_compiling() or transformed():
         return False
-    return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, heads.V, q.device)
+    return asks_for_kernels(q.is_cuda, q.dtype) and engine_runs(heads.K, ColumnBlocks.of(heads.V).width, q.device)
 
 
 def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) -> Optional:
@@ -207,8 +208,12 @@ def run(
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
-    sizes = Sizes(heads.HV, heads.K, heads.V, factor, steps, heads.HV // known(q.shape[2])[0], 1 if apart else steps)
-    o, final = run_program(name, sizes, tokens, initial, bounds, group)
+    blocks = ColumnBlocks.of(heads.V) if asks_for_kernels(q.is_cuda, q.dtype) else ColumnBlocks(heads.V, 1, heads.V)
+    shared = heads.HV * blocks.n // known(q.shape[2])[0]
+    sizes = Sizes(heads.HV * blocks.n, heads.K, blocks.width, factor, steps, shared, 1 if apart else steps)
+    tokens = {x: blocks.values(t) if x == "v" else t if x in "qk" else blocks.repeated(t) for x, t in tokens.items()}
+    o, final = run_program(name, sizes, tokens, blocks.states(initial), bounds, group)
+    o, final = blocks.outputs(o), blocks.joined(final)
     return o[:, steps - 1 :: steps] if apart else o, final_state(final, call)
 
 

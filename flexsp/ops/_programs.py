@@ -13,6 +13,7 @@ import torch
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import torch_compile
 from flexsp.kernels import gates
+from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import vector_state
 from flexsp.ops import _validate as check
@@ -154,8 +155,14 @@ def run_matrix(
     factor = factor_of(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
-    o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)
-    return o, final_state(final, call)
+    blocks = ColumnBlocks.of(V) if asks_for_kernels(x.is_cuda, x.dtype) else ColumnBlocks(V, 1, V)
+    inputs = {
+        name: blocks.values(t) if name == "v" else blocks.repeated(t, 2 if t.dim() > 2 else 0)
+        for name, t in inputs.items()
+    }  # fmt: skip
+    sizes = Sizes(H * blocks.n, K, blocks.width, factor)
+    o, final = run_program(name, sizes, inputs, blocks.states(initial), call.cu_seqlens, group)
+    return blocks.outputs(o), final_state(blocks.joined(final), call)
 
 
 def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ _NEW = object()
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_HEAD_DIM = 256
+MAX_VALUE_DIM = 512
 
 
 def once(check: Callable[..., _R]) -> Callable[..., _R]:
@@ -155,11 +156,12 @@ def check_first(name: str, x: torch.Tensor, dims: str) -> torch.Size:
     return x.shape
 
 
-def check_head_sizes(**sizes: int) -> None:
-    """The last dimensions of tensors, by the tensors' names."""
-    for name, size in sizes.items():
-        if not 1 <= size <= MAX_HEAD_DIM:
-            fail(name, f"a last dimension of 1..{MAX_HEAD_DIM}", size)
+def check_head_sizes(values: Mapping[str, int], **sizes: int) -> None:
+    """The last dimensions of tensors, by the tensors' names; those of values may be larger."""
+    for name, size in {**sizes, **values}.items():
+        most = MAX_VALUE_DIM if name in values else MAX_HEAD_DIM
+        if not 1 <= size <= most:
+            fail(name, f"a last dimension of 1..{most}", size)
 
 
 def check_groups(name: str, G: int, n: int, what: str) -> None:
@@ -178,7 +180,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: str = "q
     V = v.shape[-1]
     if tuple(v.shape[:3]) != (B, T, H):
         fail(name_v, f"shape [B, T, H, V] = [{B}, {T}, {H}, V]", list(v.shape))
-    check_head_sizes(**{name_q: K, name_v: V})
+    check_head_sizes({name_v: V}, **{name_q: K})
     return B, T, H, K, V
 
 

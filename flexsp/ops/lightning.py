@@ -40,7 +40,7 @@ def chunk_lightning_attn(
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..512.
         layer_idx: place of the layer, 0..num_layers - 1.
         num_layers: number of layers of the model.
         scale: factor on q; None means K**-0.5.

@@ -48,7 +48,7 @@ def chunk_linear_attn(
     Args:
         q: features [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: features [B, T, H, K] in the same dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..512.
         scale: factor on q; None means K**-0.5. With ``normalize`` it cancels, up to the constant 1e-10.
         initial_state: with ``normalize`` the pair (S [N, H, K, V], z [N, 1, H, K]), else S alone; float32 (float64
             for float64 inputs); N = B, or the number of documents.

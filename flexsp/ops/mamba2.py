@@ -46,7 +46,7 @@ def mamba2_ssd(
     (dt multiplies x; no scale on C).
 
     Args:
-        x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
+        x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..512.
         dt: step sizes [B, T, H] >= 0 after ``dt_bias`` and ``dt_softplus``; x's dtype or float32.
         A: [H] <= 0, usually -exp(A_log); x's dtype or float32. dt A is a natural-log gate: below -104 (-800 for
             float64 inputs) it acts as that, a decay of 0, and has no gradient.
@@ -147,7 +147,7 @@ def _check_shapes(
         check.fail("B", f"shape [B, T, G, N] = [{batch}, {T}, G, N]", list(B.shape))
     check.check_tensor("C", C, (batch, T, G, N), "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)
     check.check_groups("B", G, H, "heads")
-    check.check_head_sizes(x=P, B=N)
+    check.check_head_sizes({"x": P}, B=N)
     params = (x.dtype, torch.float32)
     check.check_tensor("dt", dt, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)
     check.check_tensor("A", A, (H,), "[H]", dtypes=params, device=x.device)

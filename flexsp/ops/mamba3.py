@@ -433,7 +433,7 @@ def _check_shapes(
     if tuple(B.shape[:-2]) != outer:
         check.fail("B", f"shape [B, T, {rows}G, K] = [{', '.join(map(str, outer))}, G, K]", list(B.shape))
     check.check_groups("B", G, H, "heads")
-    check.check_head_sizes(x=P, B=K)
+    check.check_head_sizes({}, x=P, B=K)
     check.check_tensor("C", C, tuple(B.shape), f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
     for name, each in (("dt", dt), ("A", A), ("trap", trap)):
         check.check_tensor(name, each, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)

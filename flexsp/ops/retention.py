@@ -38,7 +38,7 @@ def chunk_retention(
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..512.
         scale: factor on q; None means K**-0.5.
         initial_state: [N, H, K, V] in float32 (float64 for float64 inputs); N = B, or the number of documents.
         output_final_state: also return the state after the last token.

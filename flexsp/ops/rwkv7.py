@@ -44,7 +44,7 @@ def chunk_rwkv7(
             -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient.
             RWKV-LM hands its kernels numbers that decay by e^{-e^w}: pass -w.exp() for them.
         k: [B, T, H, K] in r's dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..512.
         a: [B, T, H, K] in the same dtype.
         b: [B, T, H, K] in the same dtype.
         scale: factor on r; None means K**-0.5.

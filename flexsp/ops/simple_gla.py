@@ -41,7 +41,7 @@ def chunk_simple_gla(
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype.
-        v: [B, T, H, V] in the same dtype; V of 1..256.
+        v: [B, T, H, V] in the same dtype; V of 1..512.
         g: natural-log gates [B, T, H] <= 0 in the inputs' dtype or float32; values below -104 (-800
             for float64 inputs) act as that, a decay of 0, and have no gradient.
         g_gamma: natural-log decay [H] <= 0 of every token; not together with ``g``.

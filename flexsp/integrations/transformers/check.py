@@ -14,7 +14,7 @@ from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
 from flexsp.integrations.transformers.causal import CausalModel
 from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
-from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 __all__ = [
     "came_later", "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems",
@@ -36,6 +36,7 @@ _AROUND = {
     "torch._dynamo.eval_frame.OptimizedModule",
 }
 _HEADS = ("head_k_dim", "head_v_dim", "head_f_dim", "head_i_dim", "head_dim", "ssm_state_size")  # of linear layers
+_VALUES = {"head_v_dim", "head_i_dim"}  # of these, sizes of values
 _SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # called by softmax layers, whose heads have no limit
 _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the length of the sequence
 
@@ -206,8 +207,9 @@ def mixer_problems(module: Any, replaced: Iterable[str]) -> Iterator[str]:
         yield f"the forward of {class_of(module).__name__} does not call {', '.join(missing)} in this release"
     if not _SOFTMAX & {*replaced}:
         for name in _HEADS:
-            if getattr(module, name, 0) > MAX_HEAD_DIM:
-                yield f"{name} is {getattr(module, name)}, and heads of more than {MAX_HEAD_DIM} are not available"
+            most = MAX_VALUE_DIM if name in _VALUES else MAX_HEAD_DIM
+            if getattr(module, name, 0) > most:
+                yield f"{name} is {getattr(module, name)}, and heads of more than {most} are not available"
     if getattr(module, "attention_dropout", 0.0):
         yield f"attention_dropout is {module.attention_dropout}, and dropout of attention weights is not available"
     if not getattr(module, "is_causal", True):

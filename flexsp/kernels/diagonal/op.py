@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.kernels import functions
+from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.plan import NAME, make_plan
 from flexsp.kernels.engine import Engine, asks_for_kernels, register
@@ -42,7 +43,7 @@ class Diagonal(Engine):
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(
-            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype
+            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype, q.shape[2]
         )  # fmt: skip
 
 
@@ -140,9 +141,13 @@ def diagonal(
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     tensors, form = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
     if in_kernels:
-        return Diagonal.run(
-            form, tensors, initial_state, cu_seqlens, output_final_state=output_final_state, sp=sp, scale=scale
+        blocks = ColumnBlocks.of(v.shape[-1])
+        gates = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
+        o, final = Diagonal.run(
+            form, [q, k, blocks.values(v), *gates], blocks.states(initial_state), cu_seqlens,
+            output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
+        return blocks.outputs(o), blocks.joined(final)
     want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
     return functions.call(
         Diagonal.kind, form, tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp, scale=scale
@@ -172,7 +177,10 @@ def ssd(
     words = [word for word, used in there if used]
     call = f"{op} on {q.dtype}, {' and '.join(['dt', *words])}{', packed' if cu_seqlens is not None else ''}"
     params = [x.contiguous() for x in (A, dt_bias, D) if x is not None]
-    return Ssd.run(
-        f"{','.join(words)}|{call}", [q, k, v, dt, *params], initial_state, cu_seqlens,
+    blocks = ColumnBlocks.of(v.shape[-1])
+    tensors = [q, k, blocks.values(v), blocks.repeated(dt), *(blocks.repeated(x, 0) for x in params)]
+    o, final = Ssd.run(
+        f"{','.join(words)}|{call}", tensors, blocks.states(initial_state), cu_seqlens,
         output_final_state=output_final_state, sp=sp,
     )  # fmt: skip
+    return blocks.outputs(o), blocks.joined(final)

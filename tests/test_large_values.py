@@ -1,0 +1,88 @@
+"""Values of more than 256 channels: in kernels (Triton's interpreter) as in PyTorch, which has no such limit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flexsp import ops
+from flexsp.kernels.columns import ColumnBlocks
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests.harness.interpreted import INTERPRETED
+from tests.marks import quick
+
+T, H, K, V = 19, 2, 16, 270
+Tensors = dict[str, torch.Tensor]
+
+
+def _drawn(seed: int, **more: tuple[int, ...]) -> Tensors:
+    made = torch.Generator().manual_seed(seed)
+    shapes = {"q": (1, T, H, K), "k": (1, T, H, K), "v": (1, T, H, V), **more}
+    return {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def _inputs(name: str, seed: int) -> Tensors:
+    x = _drawn(seed, g=(1, T, H, K), h=(1, T, H), initial_state=(1, H, K, V))
+    x["k"] = F.normalize(x["k"], dim=-1)
+    gates, strong = F.logsigmoid(x.pop("g")), x.pop("h").sigmoid()
+    if name in ("gla", "kda"):
+        x["g"] = gates
+    if name in ("simple_gla", "gated"):
+        x["g"] = gates[..., 0]
+    if name in ("delta", "gated", "kda"):
+        x["beta"] = strong
+    if name == "mamba2":
+        x = {
+            "x": x["v"], "dt": strong, "A": -torch.ones(H, dtype=torch.float64), "B": x["k"][:, :, :1],
+            "C": x["q"][:, :, :1], "D": torch.ones(H, dtype=torch.float64), "initial_state": x["initial_state"],
+        }  # fmt: skip
+    if name == "rwkv6":
+        x["r"], x["w"], x["u"] = x.pop("q"), gates, x["initial_state"][0, :, :, 0].clone()
+    return x
+
+
+OPS: dict[str, Any] = {
+    "simple_gla": ops.chunk_simple_gla, "mamba2": lambda **x: ops.mamba2_ssd(**x, state_v_first=False),
+    "gla": ops.chunk_gla, "delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
+    "rwkv6": ops.chunk_rwkv6, "linear": lambda **x: ops.chunk_linear_attn(**x, normalize=False),
+}  # fmt: skip
+
+
+def solve(name: str, given: Tensors, dtype: torch.dtype) -> Tensors:
+    leaves = {key: x.to(dtype).requires_grad_() for key, x in given.items()}
+    o, final = OPS[name](**leaves, output_final_state=True)
+    made = torch.Generator().manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, generator=made, dtype=torch.float64)).sum() for x in (o, final))
+    return {"o": o.detach(), "final": final.detach(), **{
+        f"d{key}": x for key, x in zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)
+    }}  # fmt: skip
+
+
+def kernels(sp: Any, name: str, given: Tensors) -> Tensors:
+    return solve(name, given, torch.float32)
+
+
+@pytest.mark.parametrize("name", quick(OPS, "simple_gla", "mamba2", "gated"))
+def test_as_in_pytorch(name: str) -> None:
+    given = _inputs(name, random.randrange(2**31))
+    want = solve(name, given, torch.float64)
+    (got,) = run_ranks(kernels, 1, name, given, env=INTERPRETED)
+    errors = {key: relative_error(got[key], want[key]) for key in want}
+    assert max(errors.values()) < 3e-5, errors
+
+
+@pytest.mark.parametrize("size", [1, 256, 257, 270, 384, 512])
+def test_blocks(size: int) -> None:
+    blocks = ColumnBlocks.of(size)
+    v, s = torch.randn(2, 3, 4, size), torch.randn(2, 4, 5, size)
+    assert blocks.width <= 256 and blocks.n == -(-size // 256)
+    assert blocks.values(v).shape == (2, 3, 4 * blocks.n, blocks.width)
+    assert torch.equal(blocks.outputs(blocks.values(v)), v)
+    assert torch.equal(blocks.joined(blocks.states(s)), s)  # type: ignore[arg-type]
+    h = torch.arange(4.0).expand(2, 3, 4)
+    assert torch.equal(blocks.outputs(blocks.repeated(h)[..., None].expand(-1, -1, -1, blocks.width))[..., -1], h)

@@ -64,7 +64,8 @@ NOT_NEGATIVE = [*NUMBER, -1, -1e-9, None]
 POSITIVE = [*NOT_NEGATIVE, 0]
 OPTIONAL = {
     "flag": FLAG, "integer": INTEGER, "size": SIZE, "number": NUMBER, "sp": SP, "not negative": NOT_NEGATIVE,
-    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300], "value size": [*SIZE, 513, 600],
+    "positive": POSITIVE, "negative": [*NUMBER, 0, 1e-9, 2], "head size": [*SIZE, 257, 300],
+    "value size": [*SIZE, 513, 600],
     "pairs": [*SIZE, 1, 3, 257], "fraction": [*POSITIVE, 0.25, 2],
     "expand": [*POSITIVE, 1e-3, 1e308],
     "initial": [*POSITIVE, 1e-300, 1e300], "floor": [*NOT_NEGATIVE, 1e-300, 1e300],

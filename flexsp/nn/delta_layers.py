@@ -412,4 +412,5 @@ def _grouped(
         num_v_heads = num_heads
     elif check_integer("num_v_heads", num_v_heads, least=1) % num_heads:
         fail("num_v_heads", f"a multiple of num_heads={num_heads}", num_v_heads)
-    return hidden_size, (num_heads, num_v_heads), (head_dim, head_size("expand_v", head_dim, expand_v, most=MAX_VALUE_DIM))
+    V = head_size("expand_v", head_dim, expand_v, most=MAX_VALUE_DIM)
+    return hidden_size, (num_heads, num_v_heads), (head_dim, V)

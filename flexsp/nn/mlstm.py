@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import HeadNorm, check_eps, check_input
 from flexsp.nn.recurrent import RecurrentLayer, _wide, head_size
-from flexsp.ops._validate import MAX_VALUE_DIM
 from flexsp.nn.start import StartedLinear, assign
 from flexsp.ops import chunk_mlstm, recurrent_mlstm
+from flexsp.ops._validate import MAX_VALUE_DIM
 
 
 def _with_states(op: Any, initial_state: Any, output_final_state: bool, **given: Any) -> tuple[Tensor, Any]:

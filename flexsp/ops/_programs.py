@@ -160,8 +160,8 @@ def run_matrix(
         name: blocks.values(t) if name == "v" else blocks.repeated(t, 2 if t.dim() > 2 else 0)
         for name, t in inputs.items()
     }  # fmt: skip
-    sizes = Sizes(H * blocks.n, K, blocks.width, factor)
-    o, final = run_program(name, sizes, inputs, blocks.states(initial), call.cu_seqlens, group)
+    made = Sizes(H * blocks.n, K, blocks.width, factor)
+    o, final = run_program(name, made, inputs, blocks.states(initial), call.cu_seqlens, group)
     return blocks.outputs(o), final_state(blocks.joined(final), call)
 
 

@@ -142,9 +142,9 @@ def diagonal(
     tensors, form = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
     if in_kernels:
         blocks = ColumnBlocks.of(v.shape[-1])
-        gates = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
+        decays = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
         o, final = Diagonal.run(
-            form, [q, k, blocks.values(v), *gates], blocks.states(initial_state), cu_seqlens,
+            form, [q, k, blocks.values(v), *decays], blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)

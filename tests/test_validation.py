@@ -48,7 +48,7 @@ QKV = [
     (qkv(v=torch.randn(B, T, H, V).double()), "v: expected dtype float32, got torch.float64"),
     (qkv(q=torch.randn(B, T, H, 257), k=torch.randn(B, T, H, 257)), r"q: expected a last dimension of 1..256, got 257"),
     (qkv(v=torch.randn(B, T, H, 513)), r"v: expected a last dimension of 1..512, got 513"),
-    (qkv(v=torch.randn(B, T, H, 0)), r"v: expected a last dimension of 1..256, got 0"),
+    (qkv(v=torch.randn(B, T, H, 0)), r"v: expected a last dimension of 1..512, got 0"),
     (qkv(q=torch.randn(0, T, H, K), k=torch.randn(0, T, H, K), v=torch.randn(0, T, H, V)), "q: expected at least one"),
     (qkv(scale="1"), "scale: expected a finite number, got str"),
     (qkv(sp=3), "sp: expected a SequenceParallel, None or False, got int"),

@@ -88,12 +88,12 @@ OPS = [
         "flexsp/ops/_validate.py",
         ("x.shape[0] < 1 or x.shape[2] < 1", "x.shape[0] < 1", "calls without heads are taken",
          "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
-        ("if not 1 <= size <= MAX_HEAD_DIM:", "if False:", "heads of any size are taken", "tests/test_validation.py"),
+        ("if not 1 <= size <= most:", "if False:", "heads of any size are taken", "tests/test_validation.py"),
         ("if G < 1 or n % G:", "if G < 1:", "groups need not divide heads", "tests/test_validation.py"),
     ),
     *_in(
         "flexsp/nn/recurrent.py",
-        ("if rest or not 1 <= size <= MAX_HEAD_DIM:", "if rest:", "layers take heads of any size",
+        ("if rest or not 1 <= size <= most:", "if rest:", "layers take heads of any size",
          "tests/test_layers.py::test_bad_input"),
     ),
     *_in(
@@ -123,6 +123,13 @@ OPS = [
     *_in(
         "flexsp/kernels/primitives.py",
         ("tl.where(there, slope, 0.0)", "slope", "places without a token have a gradient", _EDGES + "test_selective_scan"),
+    ),
+    *_in(
+        "flexsp/kernels/columns.py",
+        ("x.repeat_interleave(self.n, dim)", "x.repeat([self.n if i == dim else 1 for i in range(x.dim())])",
+         "blocks of columns have other heads' gates", "tests/test_large_values.py::test_as_in_pytorch[gated]"),
+        ("(self.n, self.width)).transpose(2, 3).flatten(1, 2)", "(self.width, self.n)).movedim(4, 2).flatten(1, 2)",
+         "columns of states go to other blocks", "tests/test_large_values.py::test_blocks"),
     ),
     *_in(
         "flexsp/kernels/mlstm/rows.py",

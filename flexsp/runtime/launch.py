@@ -177,7 +177,7 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
     with _assembler(target.arch) as told, edited, checked:
         told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": unwritten_registers.rules()}
         compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
-    sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int)
+    sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int and n > 1)
     check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)
     return compiled
 

@@ -108,8 +108,8 @@ def test_generated_over_ranks(name: str, seed: int) -> None:
 
 
 def sizes_of_inverses(sp: Any, seed: int) -> list[list[float]]:
-    """Of a chunk of up to 64 tokens of generated kernels, for each of `KEYS`: by the kernel, with a smaller number there
-    before, with a larger one, and in float64."""
+    """Of a chunk of up to 64 tokens of generated kernels, for each of `KEYS`: by the kernel, with a smaller number
+    there before, with a larger one, and in float64."""
     from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
 
     draw, found = torch.Generator().manual_seed(seed), []

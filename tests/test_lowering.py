@@ -201,6 +201,12 @@ def test_what_no_program_carries(keeping: ModuleType, monkeypatch: pytest.Monkey
         variant(keeping, lowerings=[Other(), Other()])
     with pytest.raises(ValueError, match="lowering.name: expected one word, got ''"):
         variant(keeping, lowerings=[Lowering()])
+    for former, now in (("call", "plan"), ("buffer", "buffers")):
+        old = type("Old", (Other,), {former: lambda self, *given: None})
+        with pytest.raises(ValueError, match=f"lowerings: other: expected a method {now}, which {former} was called b"):
+            variant(keeping, lowerings=[old()])
+        both = type("Both", (old,), {now: lambda self, *given: ()})
+        assert variant(keeping, lowerings=[both()]).program.lowerings
     call = call_of(variant(keeping))
     with pytest.raises(ValueError, match="phases: expected kinds among .*output, got outputs"):
         replaced(call.forward(), {"outputs": []})

@@ -13,13 +13,25 @@ import torch
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
-from flexsp.testing.compare import check_functions, relative_error
+from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions, relative_error
+from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gla
 from flexsp.variants.gated_keys import GATED_KEYS
 from tests.harness.compiling import in_child, told_of
-from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
+from tests.harness.generated import (
+    MANY_SEGMENTS,
+    Run,
+    answered,
+    check_runs,
+    differentiated,
+    documents,
+    half,
+    problem_of,
+    wanted,
+)
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.vector_gates import OPS, draw, float32_sums
 from tests.marks import slow
 
 BF16 = torch.bfloat16
@@ -166,6 +178,30 @@ def test_strong_gates_lose_one_rounding() -> None:
     logarithms, from one rounding to two that are independent."""
     (found,) = run_ranks(strong, 1, env=INTERPRETED, timeout=200)
     assert found < 2**0.25
+
+
+def in_float32(sp: Any, seed: int) -> None:
+    """Gradients of gates of -10 a token, by chunks whose sums of gates alone are in float32."""
+    op, inputs = OPS["gla"], draw("gla", 1, 20, K=16, V=16, seed=seed)
+    leaves = {name: x.float() for name, x in (inputs | {"g": 10 * inputs["g"]}).items()}
+    made = torch.Generator().manual_seed(seed)
+    ends = [(torch.randn(1, 20, 2, 16, generator=made), torch.zeros(1, 2, 16, 16)) for _ in range(DRAWS)]
+
+    def found(call: Any, given: dict[str, Any], many: int = DRAWS) -> list[dict[str, Any]]:
+        answers = differentiated(call, {name: x.clone() for name, x in given.items()}, ends[:many])
+        return [{"dg": x["dg"]} for x in answers]
+
+    got = found(lambda x: op.chunk(**x, output_final_state=True), leaves, 1)
+    want = found(lambda x: op.oracle(**x, engine=token_loop), {name: x.double() for name, x in leaves.items()})
+    off = {name: x if name == "g" else a_rounding_off(x, made) for name, x in leaves.items()}
+    with RoundedProducts("tf32x3"):
+        low = found(lambda x: op.oracle(**x, engine=float32_sums), off)
+    check_functions(got, want, low)
+
+
+@pytest.mark.slow
+def test_strong_gates_in_float32(seed: int) -> None:
+    run_ranks(in_float32, 1, seed, env=INTERPRETED, timeout=200)
 
 
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:

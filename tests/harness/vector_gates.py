@@ -59,8 +59,9 @@ def matrix_chunks(
 
 
 def float32_sums(*given: Any) -> Any:
-    """`matrix_chunks` in float64 but for the running sums of gates, which are in float32, of as many tokens as chunks of
-    kernels in float32 have: the engine of a yardstick for gradients of strong gates, of which such sums lose digits."""
+    """`matrix_chunks` in float64 but for the running sums of gates, which are in float32, of as many tokens as chunks
+    of kernels in float32 have: the engine of a yardstick for gradients of strong gates, of which such sums lose digits.
+    """
     return matrix_chunks(*given, 16, lambda sums: sums + (sums.float().double() - sums).detach())
 
 

@@ -436,12 +436,12 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/gated_keys/prepare.py",
-        ("g += batch * g_sb + h", "g += batch + h", "sequences behind strides are read as if behind none, where gates are mild", _BEHIND),
+        ("g += batch * g_sb + h", "g += batch + h", "sequences behind strides are read as if behind none, where gates are small", _BEHIND),
         ("g + batch * g_sb + h", "g + batch + h", "sequences behind strides are read as if behind none", _BEHIND),
     ),
     *_in(
         "flexsp/kernels/gated_keys/tiles.py",
-        ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for mild",
+        ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for small",
          "tests/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),
     ),
     *_in(

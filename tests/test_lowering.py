@@ -81,10 +81,10 @@ def variant(functions: Any, K: int = 16, **options: Any) -> LinearAttention:
     return LinearAttention(meta, functions.chunk, functions.decay, functions.merge, **engines)
 
 
-def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedPlan:
+def call_of(model: LinearAttention, K: int = 16, n_docs: int = 0) -> GeneratedPlan:
     sizes = {"K": K, "V": 16}
-    plan = choose_plan(model.kernels, sizes, 2, 4096, docs, torch.float32)
-    return GeneratedPlan(model.kernels, plan, sizes, 1, 2, 4096, docs, torch.float32)
+    plan = choose_plan(model.kernels, sizes, 2, 4096, n_docs, torch.float32)
+    return GeneratedPlan(model.kernels, plan, sizes, 1, 2, 4096, n_docs, torch.float32)
 
 
 def test_what_an_engine_replaces(keeping: ModuleType) -> None:

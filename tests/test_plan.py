@@ -51,8 +51,8 @@ def code_of(name: str, K: int = 128, V: int = 128, dtype: torch.dtype = BF16, ch
     return found
 
 
-def chosen(name: str, heads: int, T: int, chunk: int | None = None, ranks: bool = False, docs: int = 0) -> Tiling:
-    return choose_plan(code_of(name, chunk=chunk), {"K": 128, "V": 128}, heads, T, docs, BF16, ranks)
+def chosen(name: str, heads: int, T: int, chunk: int | None = None, ranks: bool = False, n_docs: int = 0) -> Tiling:
+    return choose_plan(code_of(name, chunk=chunk), {"K": 128, "V": 128}, heads, T, n_docs, BF16, ranks)
 
 
 def segmented(code: Any, sizes: dict[str, int], heads: int, T: int, chunk: int = 64) -> Tiling:
@@ -360,14 +360,14 @@ TALL = {
 """Bytes that Triton 3.6 gives walks of a state of 256 x 128, by name and number of documents."""
 
 
-@pytest.mark.parametrize(("name", "docs"), TALL)
-def test_estimates_of_tall_states(name: str, docs: int) -> None:
+@pytest.mark.parametrize(("name", "n_docs"), TALL)
+def test_estimates_of_tall_states(name: str, n_docs: int) -> None:
     code, sizes = code_of(name), {"K": 256, "V": 128}
-    plan = choose_plan(code, sizes, 32, 65536, docs, BF16)
+    plan = choose_plan(code, sizes, 32, 65536, n_docs, BF16)
     assert (plan.walk.cols, plan.walk.stages) == (64, 2)
     given = (code, plan, sizes, 32, 65536, BF16)
-    rows = {x.kernel: x for back in (False, True) for x in predict(*given, n_docs=docs, backward=back)}
-    for kernel, shared in TALL[name, docs].items():
+    rows = {x.kernel: x for back in (False, True) for x in predict(*given, n_docs=n_docs, backward=back)}
+    for kernel, shared in TALL[name, n_docs].items():
         assert shared <= rows[kernel].shared <= H200.shared, kernel
 
 

@@ -31,7 +31,7 @@ def test_against_the_token_loop(name: str, size: tuple[int, int], dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.usefixtures("poisoned")
 def test_strong_gates(dtype: torch.dtype, packed: bool, seed: int) -> None:
-    """Of `chunk_gla`, so strong that its kernels for mild gates run no chunk."""
+    """Of `chunk_gla`, so strong that its kernels for small gates run no chunk."""
     check("gla", (128, 128), dtype, packed, seed, strength=10.0)
 
 

@@ -36,6 +36,7 @@ _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.def
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # bytes at most in which Triton transposes a large tile, piece by piece
 _ROWS = 128  # of a state, up to which Triton turns it in half of that
+_TALL = {False: 28 * 1024, True: 32 * 1024}  # bytes for one of more rows; True: of several documents
 _BARRIERS = 2 * 1024  # of tcgen05's products
 _ENDS = 4352  # of walks over packed documents
 _ROUNDS = 8 * 1024  # of what a round of a loop over pieces begins before the last one has ended
@@ -215,8 +216,9 @@ def _inside(
     """Bytes in which a walk lays out its state anew, in each chunk or where a document begins."""
     state, tall = _state(nodes, tiles, walks), _rows(nodes, tiles, walks) > _ROWS
     if flipped:
-        turned = not tall and not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
-        return state if large else min(_SCRATCH // 2 if turned else _SCRATCH, state)
+        turned = not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
+        half = _TALL[packed] if tall else _SCRATCH // 2
+        return state if large else min(half if turned else _SCRATCH, state)
     # A decay that is summed here comes in another layout than the state it multiplies.
     anew = (packed and tall) or any(x.target is aten.sum.dim_IntList for x in nodes)
     if kind != "chunk_states" and anew:

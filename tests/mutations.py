@@ -379,9 +379,9 @@ _COMPILER = [
     *_in(
         "flexsp/compiler/backend/intrinsic_kernels.py",
         ("((i >> level) > (j >> level))", "((i >> level) >= (j >> level))", "pairs of one half are counted again",
-         _PROGRAMS + "test_scores_kernels[16-False-mild]"),
+         _PROGRAMS + "test_scores_kernels[16-False-small]"),
         ("mask=(i < length) & (j < length), other", "mask=(i < C) & (j < C), other", "gradients past a chunk's length",
-         _PROGRAMS + "test_scores_kernels[16-False-mild]"),
+         _PROGRAMS + "test_scores_kernels[16-False-small]"),
         ("tl.store(_at(x, to, at, C, 16 << level), -outer)", "tl.store(_at(x, to, at, C, 16 << level), outer)",
          "off-diagonal blocks of an inverse", _PROGRAMS + "test_inverse_kernel[32]"),
     ),

@@ -70,6 +70,10 @@ ASSEMBLY = [
          "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
         ("if packed and flipped else 0", "if False else 0", "a document's first state needs no shared memory",
          "tests/test_plan.py::test_documents_with_large_states_fit[gla_outer_gates]"),
+        ("half = _TALL[packed] if tall else", "half = 0 if tall else", "a state of 256 rows is turned in 16 KiB",
+         "tests/test_plan.py::test_estimates_of_tall_states[gla-0]"),
+        ("anew = (packed and tall) or any(", "anew = any(", "a tall document's state is not laid out anew",
+         "tests/test_plan.py::test_estimates_of_tall_states[linear-3]"),
     ),
     *_in(
         "flexsp/compiler/planning/generated_plan.py",

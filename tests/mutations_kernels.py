@@ -406,7 +406,9 @@ KERNELS = [
         "flexsp/compiler/backend/intrinsic_kernels.py",
         ("mask=some > j, other=0.0)\n        found +=", "mask=some >= j, other=0.0)\n        found +=",
          "an inverse's size has its diagonal", "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
-        ("alike > _ALIKE * C", "alike > C * C", "rates just beyond 1 stay in chunks", _REPEATED + "[rwkv7]"),
+        ("alike > _ALIKE * length", "alike > C * C", "rates just beyond 1 stay in chunks", _REPEATED + "[rwkv7]"),
+        ("alike > _ALIKE * length", "alike > _ALIKE * C", "keys of short documents are not alike",
+         "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
     ),
     *_in(
         "flexsp/kernels/delta/exact_grads.py",
@@ -458,12 +460,12 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/gated_keys/prepare.py",
-        ("g += batch * g_sb + h", "g += batch + h", "sequences behind strides are read as if behind none, where gates are mild", _BEHIND),
+        ("g += batch * g_sb + h", "g += batch + h", "sequences behind strides are read as if behind none, where gates are small", _BEHIND),
         ("g + batch * g_sb + h", "g + batch + h", "sequences behind strides are read as if behind none", _BEHIND),
     ),
     *_in(
         "flexsp/kernels/gated_keys/tiles.py",
-        ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for mild",
+        ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for small",
          "tests/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),
     ),
     *_in(

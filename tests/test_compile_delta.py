@@ -121,14 +121,14 @@ def compile_config(
         tested_versions.GLUON = frozenset()  # type: ignore[misc]
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype)).kernels
-    docs = 4 if packed else 0
+    n_docs = 4 if packed else 0
     looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 32768 * steps)
     looks |= {x: (kind, (32768, *shape[1:])) for x, (kind, shape) in looks.items() if x in ("q", "g")}
     given = {x: torch.empty(1, *shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
     for x in given.values():
         x.requires_grad_()
-    state = torch.empty(docs or 1, H, K, V, device="meta").requires_grad_()
-    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if packed else None
+    state = torch.empty(n_docs or 1, H, K, V, device="meta").requires_grad_()
+    bounds = torch.empty(n_docs + 1, dtype=torch.int64, device="meta") if packed else None
     operators.chunk_table = lambda *args: torch.empty(1, 5, dtype=torch.int32, device="meta")  # type: ignore[assignment]
     with record_launches() as launches:
         found = executable_of(code, given, state, bounds, None)

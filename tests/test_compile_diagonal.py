@@ -69,13 +69,13 @@ def launches_of(
     kind = getattr(torch, dtype)
     q, k = (meta(B, T, H, K, kind=kind) for _ in range(2))
     v, do = (meta(B, T, H, V, kind=getattr(torch, values or dtype)) for _ in range(2))
-    docs = 4 if packed else 0
-    state, bounds = meta(docs or B, H, K, V).requires_grad_(), meta(docs + 1, kind=torch.int64) if packed else None
-    table = meta(T // 64 + docs if packed else 0, 5, kind=torch.int32)
+    n_docs = 4 if packed else 0
+    state, bounds = meta(n_docs or B, H, K, V).requires_grad_(), meta(n_docs + 1, kind=torch.int64) if packed else None
+    table = meta(T // 64 + n_docs if packed else 0, 5, kind=torch.int32)
     operators.chunk_table = lambda *args: table  # type: ignore[assignment]
     given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
     with record_launches() as launches:
-        found = scalar_decay_executable(given, state, docs, K**-0.5)
+        found = scalar_decay_executable(given, state, n_docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.compiles(always=True)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "packed": {"docs": 4},
+    "packed": {"n_docs": 4},
     "zoh": {"zoh": True},
-    "packed zoh": {"docs": 4, "zoh": True},
+    "packed zoh": {"n_docs": 4, "zoh": True},
     "fp32, bare": {"dtype": "float32", "bare": True},
     "odd sizes": {"batch": 2, "T": 333, "D": 45, "N": 5},
     "few channels": {"D": 4, "N": 4},
@@ -31,7 +31,7 @@ every = pytest.mark.parametrize("name", slow(*CONFIGS))
 
 
 def compile_config(
-    dtype: str = "bfloat16", batch: int = 1, T: int = 32768, D: int = 4096, N: int = 16, docs: int = 0,
+    dtype: str = "bfloat16", batch: int = 1, T: int = 32768, D: int = 4096, N: int = 16, n_docs: int = 0,
     zoh: bool = False, bare: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
@@ -46,7 +46,7 @@ def compile_config(
 
     os.environ["FLEXSP_BACKEND"] = "triton"
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
-    operators.chunk_table = lambda *args: meta(T // 8 + docs, 5, kind=torch.int32)  # type: ignore[assignment]
+    operators.chunk_table = lambda *args: meta(T // 8 + n_docs, 5, kind=torch.int32)  # type: ignore[assignment]
     kind = getattr(torch, dtype)
     u, delta, z = (meta(batch, T, D, kind=kind) for _ in range(3))
     B, C = (meta(batch, T, N, kind=kind) for _ in range(2))
@@ -54,7 +54,8 @@ def compile_config(
     with record_launches() as launches:
         y, last = selective(
             u, delta, meta(D, N), B, C, *optional, softplus=not bare, zoh=zoh, output_final_state=True,
-            initial_state=meta(docs or batch, D, N), cu_seqlens=meta(docs + 1, kind=torch.int64) if docs else None,
+            initial_state=meta(n_docs or batch, D, N),
+            cu_seqlens=meta(n_docs + 1, kind=torch.int64) if n_docs else None,
         )  # fmt: skip
         assert last is not None
         torch.autograd.backward([y, last], [y.detach(), last.detach()])

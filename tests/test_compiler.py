@@ -481,6 +481,8 @@ def test_errors_name_cause_and_remedy(name: str) -> None:
         ({"z": SymbTensor(["T", ConstExpr("H", H), ConstExpr("T", 3)])}, "'z'.*another .*'T', which are the tokens"),
         ({"u": SymbTensor([ConstExpr("H", H), ConstExpr("H", H)])}, "'u'.*another name .*'H', which are the heads"),
         ({"sp": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta\\['sp'\\]: expected another name"),
+        ({"self": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta\\['self'\\]: expected another name"),
+        ({"in": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta: expected names that arguments can have, got 'in'"),
         ({"a b": SymbTensor(["T", ConstExpr("H", H)])}, "input_meta: expected names that arguments can have, got 'a b"),
     ],
 )

@@ -1,7 +1,7 @@
 """Gradients of gates in bfloat16, of every op that has them: token by token, and summed over tokens, which is what a
 bias, a projection or A_log gets.
 
-The first head's gates are mild, the second's strong, the third's mild but for one that is closed, behind which values
+The first head's gates are small, the second's strong, the third's small but for one that is closed, behind which values
 are a hundred times as large: what happens there cannot depend on gates before it. Kernels run in Triton's interpreter.
 The reference is the token loop in float64. The bound comes from the same loop of numbers that were rounded to bfloat16
 once more: twice its error, of the worst head. Of one gate a head, sums over tokens are few numbers, any of which may be
@@ -112,7 +112,7 @@ def in_parts(found: Tensors) -> Tensors:
         if x.dim() < 4:  # a parameter
             parts |= {f"d{name} of head {h}": x[..., h] for h in range(3)}
             continue
-        heads = {"mild": x[:, 0, :, 0], "strong": x[:, 0, :, 1], "before a closed gate": x[:, 0, :CLOSED, 2],
+        heads = {"small": x[:, 0, :, 0], "strong": x[:, 0, :, 1], "before a closed gate": x[:, 0, :CLOSED, 2],
                  "behind a closed gate": x[:, 0, CLOSED + 1 :, 2]}  # fmt: skip
         parts |= {f"d{name}, {kind}": y for kind, y in heads.items()}
         parts |= {f"d{name}, {kind}, summed over tokens": y.sum(1) for kind, y in heads.items()}

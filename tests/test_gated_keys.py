@@ -13,21 +13,33 @@ import torch
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.plan import choose_plan
-from flexsp.testing.compare import check_functions, relative_error
+from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions, relative_error
+from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import gla
 from flexsp.variants.gated_keys import GATED_KEYS
 from tests.harness.compiling import in_child, told_of
-from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of, wanted
+from tests.harness.generated import (
+    MANY_SEGMENTS,
+    Run,
+    answered,
+    check_runs,
+    differentiated,
+    documents,
+    half,
+    problem_of,
+    wanted,
+)
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.vector_gates import OPS, draw, float32_sums
 from tests.marks import slow
 
 BF16 = torch.bfloat16
-MILD = (0.0, -0.02, -0.4)
-WILD = (-0.02, -4.0, -200.0)
+SMALL = (0.0, -0.02, -0.4)
+LARGE = (-0.02, -4.0, -200.0)
 # Of 64 tokens with 20 channels about half the chunks have one.
 BOTH = (-0.02,) * 1800 + (-90.0,)
-GATES = {"mild": MILD, "wild": WILD, "both": BOTH}
+GATES = {"small": SMALL, "large": LARGE, "both": BOTH}
 OURS = functools.partial(Run, "gla", H=1, lowering="auto")
 CONFIGS = {  # K, V, documents, dtype
     "usual": (128, 128, 0, "bfloat16"), "packed": (64, 40, 4, "bfloat16"), "wide keys": (256, 128, 0, "bfloat16"),
@@ -52,18 +64,18 @@ def check(folder: str, *runs: Run) -> None:
 # Results --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mild", *slow("wild", "both")])
+@pytest.mark.parametrize("kind", ["small", *slow("large", "both")])
 def test_one_sequence(kind: str, folder: str) -> None:
     check(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
 
 
 def test_heads_and_sequences_behind_strides(folder: str) -> None:
     given = {"T": 40, "B": 2, "H": 2, "dtype": BF16, "strided": True}
-    check(folder, OURS(gates=MILD, **given), OURS(gates=WILD, **given))
+    check(folder, OURS(gates=SMALL, **given), OURS(gates=LARGE, **given))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mild", "wild", "both"])
+@pytest.mark.parametrize("kind", ["small", "large", "both"])
 def test_documents_and_strides(kind: str, folder: str) -> None:
     bounds = (0, 0, 3, 70, 70, 171, 190, 190)
     check(
@@ -77,9 +89,9 @@ def test_documents_and_strides(kind: str, folder: str) -> None:
 def test_float32_and_float16(folder: str) -> None:
     check(
         folder,
-        OURS(T=37, B=2, gates=(*MILD, *WILD)),
+        OURS(T=37, B=2, gates=(*SMALL, *LARGE)),
         OURS(T=29, bounds=documents(29, 4), strided=True),
-        OURS(T=40, dtype=torch.float16, gates=MILD),
+        OURS(T=40, dtype=torch.float16, gates=SMALL),
     )
 
 
@@ -87,7 +99,7 @@ def test_float32_and_float16(folder: str) -> None:
 @pytest.mark.parametrize(("K", "V"), [(130, 12), (12, 140), (7, 33)])
 def test_sizes(K: int, V: int, folder: str) -> None:
     """More channels than a program holds, and more columns."""
-    check(folder, OURS(T=70, K=K, V=V, dtype=BF16, gates=MILD), OURS(T=70, K=K, V=V, dtype=BF16, gates=WILD))
+    check(folder, OURS(T=70, K=K, V=V, dtype=BF16, gates=SMALL), OURS(T=70, K=K, V=V, dtype=BF16, gates=LARGE))
 
 
 @pytest.mark.slow
@@ -101,7 +113,7 @@ def test_ranks(folder: str) -> None:
 
 
 def edges(sp: Any, dtype: torch.dtype) -> list[str]:
-    """Gates of -inf, and NaN in two of three documents, the first of which has mild gates elsewhere, through the
+    """Gates of -inf, and NaN in two of three documents, the first of which has small gates elsewhere, through the
     kernels of any gates, two chunks a program."""
     from flexsp.ops import chunk_gla
     from flexsp.variants import gated_keys
@@ -168,6 +180,30 @@ def test_strong_gates_lose_one_rounding() -> None:
     assert found < 2**0.25
 
 
+def in_float32(sp: Any, seed: int) -> None:
+    """Gradients of gates of -10 a token, by chunks whose sums of gates alone are in float32."""
+    op, inputs = OPS["gla"], draw("gla", 1, 20, K=16, V=16, seed=seed)
+    leaves = {name: x.float() for name, x in (inputs | {"g": 10 * inputs["g"]}).items()}
+    made = torch.Generator().manual_seed(seed)
+    ends = [(torch.randn(1, 20, 2, 16, generator=made), torch.zeros(1, 2, 16, 16)) for _ in range(DRAWS)]
+
+    def found(call: Any, given: dict[str, Any], many: int = DRAWS) -> list[dict[str, Any]]:
+        answers = differentiated(call, {name: x.clone() for name, x in given.items()}, ends[:many])
+        return [{"dg": x["dg"]} for x in answers]
+
+    got = found(lambda x: op.chunk(**x, output_final_state=True), leaves, 1)
+    want = found(lambda x: op.oracle(**x, engine=token_loop), {name: x.double() for name, x in leaves.items()})
+    off = {name: x if name == "g" else a_rounding_off(x, made) for name, x in leaves.items()}
+    with RoundedProducts("tf32x3"):
+        low = found(lambda x: op.oracle(**x, engine=float32_sums), off)
+    check_functions(got, want, low)
+
+
+@pytest.mark.slow
+def test_strong_gates_in_float32(seed: int) -> None:
+    run_ranks(in_float32, 1, seed, env=INTERPRETED, timeout=200)
+
+
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
     code, sizes = model.kernels, {"D": 16, "E": 16}
     plan = choose_plan(code, sizes, 2, 500, 0, dtype, chunk=chunk)
@@ -176,7 +212,7 @@ def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) 
 
 
 def test_launches() -> None:
-    """Kernels for mild gates in bf16 alone: e^x of a large x is not as precise as float32."""
+    """Kernels for small gates in bf16 alone: e^x of a large x is not as precise as float32."""
     ours = ["gate_keys_small", "gate_keys", "key_grads_small", "key_grads"]
     found = kinds(variant(), BF16)
     assert [x for x in found if "key" in x] == ours and not {"prepare0", "adjoint0", "grads"} & {*found}
@@ -206,7 +242,7 @@ def test_the_op_clamps_gates_where_no_kernel_does() -> None:
 # Compiled -------------------------------------------------------------------------------------------------------------
 
 
-def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]]:
+def compile_config(K: int, V: int, n_docs: int, dtype: str) -> list[dict[str, Any]]:
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.compiler import dispatch
     from flexsp.compiler.backend.generated_kernels import Generated
@@ -221,7 +257,7 @@ def compile_config(K: int, V: int, docs: int, dtype: str) -> list[dict[str, Any]
         return torch.empty(1, T, H, width, dtype=like, device="meta", requires_grad=True)
 
     given = {"q": meta(K), "k": meta(K), "v": meta(V), "g": meta(K, torch.float32)}
-    bounds = torch.empty(docs + 1, dtype=torch.int64, device="meta") if docs else None
+    bounds = torch.empty(n_docs + 1, dtype=torch.int64, device="meta") if n_docs else None
     with record_launches() as launches:
         executable = dispatch.executable_of(code, given, None, bounds, None)
         o, _ = operators.run(executable, None, [*given.values()], None, bounds, (0, T, T))

@@ -116,7 +116,7 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...], hal
     from flexsp.runtime.launch import launch
 
     torch.manual_seed(seed)
-    B, H, N, n = 2, 2, 45 if half else 20, 2  # two blocks of columns if `half`, of which one may be mild
+    B, H, N, n = 2, 2, 45 if half else 20, 2  # two blocks of columns if `half`, of which one may be small
     T = 2 * C - 5
     q, k, da = torch.randn(B, n * C, H, N), torch.randn(B, n * C, H, N), torch.randn(B * H, n, C, C)
     g = torch.tensor(gates)[torch.randint(len(gates), (B, n * C, H, N))]
@@ -155,7 +155,7 @@ def scores(sp: Any, seed: int, C: int, kept: bool, gates: tuple[float, ...], hal
     return {name: relative_error(*pair) for name, pair in pairs.items()}
 
 
-@pytest.mark.parametrize("gates", [(0.0,), (0.0, -0.1, -1.0), GATES], ids=["none", "mild", "to -1e4"])
+@pytest.mark.parametrize("gates", [(0.0,), (0.0, -0.1, -1.0), GATES], ids=["none", "small", "to -1e4"])
 @pytest.mark.parametrize(("C", "kept"), [(16, False), (32, True), *slow((64, False))])
 def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int) -> None:
     (errors,) = run_ranks(scores, 1, seed, C, kept, gates, False, env=INTERPRETED)
@@ -163,7 +163,7 @@ def test_scores_kernels(C: int, kept: bool, gates: tuple[float, ...], seed: int)
 
 
 @pytest.mark.parametrize("gates", [(0.0, -0.1, -1.0), (-0.5, -1.5), (0.0, float("-inf"), -0.1), GATES],
-                         ids=["mild", "up to the limit", "closed", "to -1e4"])  # fmt: skip
+                         ids=["small", "up to the limit", "closed", "to -1e4"])  # fmt: skip
 @pytest.mark.parametrize("C", [16, 64])
 def test_scores_kernels_of_bfloat16(C: int, gates: tuple[float, ...], seed: int) -> None:
     """Chunks whose pairs of tokens meet in the middle, and others."""

@@ -81,10 +81,10 @@ def variant(functions: Any, K: int = 16, **options: Any) -> LinearAttention:
     return LinearAttention(meta, functions.chunk, functions.decay, functions.merge, **engines)
 
 
-def call_of(model: LinearAttention, K: int = 16, docs: int = 0) -> GeneratedPlan:
+def call_of(model: LinearAttention, K: int = 16, n_docs: int = 0) -> GeneratedPlan:
     sizes = {"K": K, "V": 16}
-    plan = choose_plan(model.kernels, sizes, 2, 4096, docs, torch.float32)
-    return GeneratedPlan(model.kernels, plan, sizes, 1, 2, 4096, docs, torch.float32)
+    plan = choose_plan(model.kernels, sizes, 2, 4096, n_docs, torch.float32)
+    return GeneratedPlan(model.kernels, plan, sizes, 1, 2, 4096, n_docs, torch.float32)
 
 
 def test_what_an_engine_replaces(keeping: ModuleType) -> None:
@@ -201,6 +201,12 @@ def test_what_no_program_carries(keeping: ModuleType, monkeypatch: pytest.Monkey
         variant(keeping, lowerings=[Other(), Other()])
     with pytest.raises(ValueError, match="lowering.name: expected one word, got ''"):
         variant(keeping, lowerings=[Lowering()])
+    for former, now in (("call", "plan"), ("buffer", "buffers")):
+        old = type("Old", (Other,), {former: lambda self, *given: None})
+        with pytest.raises(ValueError, match=f"lowerings: other: expected a method {now}, which {former} was called b"):
+            variant(keeping, lowerings=[old()])
+        both = type("Both", (old,), {now: lambda self, *given: ()})
+        assert variant(keeping, lowerings=[both()]).program.lowerings
     call = call_of(variant(keeping))
     with pytest.raises(ValueError, match="phases: expected kinds among .*output, got outputs"):
         replaced(call.forward(), {"outputs": []})

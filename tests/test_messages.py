@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
+from flexsp.compiler.frontend.meta import KERNELS_OWN, OURS
 from flexsp.compiler.frontend.trace import CompileError
-from flexsp.compiler.graphs.values import OURS
 
 H, K, V = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 5)
 
@@ -29,9 +29,10 @@ def merge(q: Any, k: Any, v: Any, chunk_state: Any) -> Any:
 
 def _model(
     chunk: Callable[..., Any] = chunk, decay: Callable[..., Any] = decay, merge: Callable[..., Any] = merge,
-    K: Any = K, V: Any = V, **more: SymbTensor,
+    K: Any = K, V: Any = V, inputs: Mapping[str, SymbTensor] | None = None, **more: SymbTensor,
 ) -> LinearAttention:  # fmt: skip
     meta = {"q": SymbTensor(["T", H, K]), "k": SymbTensor(["T", H, K]), "v": SymbTensor(["T", H, V]), **more}
+    meta |= inputs or {}
     return LinearAttention(meta | {"prev_s": SymbTensor(["NS", H, K, V])}, chunk, decay, merge, chunk_size=64)
 
 
@@ -54,10 +55,6 @@ def _bent(prev_s: Any, chunk_state: Any) -> Any:
 
 def _flipped(k: Any, v: Any) -> Any:
     return k.flip(1).T @ v
-
-
-def _named_o(k: Any, v: Any, o: Any) -> Any:
-    return k.T @ (v * o[:, None])
 
 
 def _caching(k: Any, v: Any) -> Any:
@@ -116,10 +113,6 @@ CASES: dict[str, tuple[Callable[[], LinearAttention], tuple[str, ...]]] = {
     "a number as a size": (lambda: _model(K=4), ("the sizes 4", "ConstExpr('K', 4)")),
     "a size of the code's": (lambda: _model(K=ConstExpr("n", 4)), ("the size 'n'", "choose another name")),
     "one size twice": (lambda: _model(V=K), ("[K, K]", "ConstExpr('V', 64)")),
-    "an input of the code's": (
-        lambda: _model(_named_o, o=SymbTensor(["T", H])), ("input or cached result 'o'", "choose another name"),
-    ),
-    "a cached result of the code's": (lambda: _model(_caching, merge=_cached), ("'gates_k'", "choose another name")),
 }  # fmt: skip
 
 
@@ -133,6 +126,26 @@ def test_no_kernels(name: str) -> None:
     for text in re.findall(r"\w+", re.sub(r"\(.*?\)|'\w+'", "", reason)):
         assert not OURS.match(text), reason
     assert "|" not in reason and "\\" not in reason, f"a pattern is no message: {reason}"
+
+
+@pytest.mark.parametrize("name", [*KERNELS_OWN, "K", "d_k", "gates_k", "S__k", "dS__k", "sum0"])
+def test_names_of_inputs_that_kernels_have(name: str) -> None:
+    message = f"^input_meta '{name}': expected another name: kernels have variables B, C, K, S, T, V, dS, do, o, names"
+    for weights, kind in ((f"{name}[:, None]", SymbTensor(["T", H])), (name, SymbTensor([H, V]))):
+        with pytest.raises(CompileError, match=message):
+            _model(eval(f"lambda k, v, {name}: k.T @ (v * {weights})"), inputs={name: kind})
+
+
+def test_a_cached_result_named_like_one_of_the_code() -> None:
+    with pytest.raises(CompileError, match="cache_result name 'gates_k': expected another: kernels have variables"):
+        _model(_caching, merge=_cached)
+
+
+@pytest.mark.parametrize("name", ["input", "mul", "exp_1", "Wq"])
+def test_names_of_inputs_that_graphs_write_their_own_way(name: str) -> None:
+    """Such as those that Python and operators have."""
+    model = _model(eval(f"lambda k, v, {name}: (k * {name}.exp()).T @ v"), inputs={name: SymbTensor(["T", H, K])})
+    assert model.kernels.layout.tokens[name] == ("C", "K")
 
 
 def _from_the_right(prev_s: Any, v: Any, chunk_state: Any) -> Any:

@@ -18,13 +18,13 @@ from flexsp.kernels.table import chunk_table
 from tests import variants
 
 
-def boundaries(T: int, docs: int) -> torch.Tensor:
-    return torch.tensor([0, *sorted(random.choices(range(T + 1), k=docs - 1)), T])
+def boundaries(T: int, n_docs: int) -> torch.Tensor:
+    return torch.tensor([0, *sorted(random.choices(range(T + 1), k=n_docs - 1)), T])
 
 
-def assert_covers(plan: Any, T: int, docs: int, chunk: int) -> None:
+def assert_covers(plan: Any, T: int, n_docs: int, chunk: int) -> None:
     """The kernels walk the chunks [s per_seg, (s + 1) per_seg) of segment s, and no chunk past the last."""
-    slots = chunk_table(boundaries(T, docs), 0, T, chunk).shape[0] if docs else -(-T // chunk)
+    slots = chunk_table(boundaries(T, n_docs), 0, T, chunk).shape[0] if n_docs else -(-T // chunk)
     assert plan.n_chunks == slots
     walked = [c for s in range(plan.n_seg) for c in range(s * plan.per_seg, min((s + 1) * plan.per_seg, plan.n_chunks))]
     assert walked == list(range(plan.n_chunks)), plan
@@ -35,10 +35,10 @@ def test_the_engine() -> None:
     for _ in range(300):
         dtype = random.choice([torch.bfloat16, torch.float16, torch.float32])
         B, H, K, V = random.randrange(1, 5), random.randrange(1, 40), random.randrange(1, 257), random.randrange(1, 257)
-        docs = random.choice([0, 0, 1, random.randrange(2, 9)])
+        n_docs = random.choice([0, 0, 1, random.randrange(2, 9)])
         T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
-        plan = engine.plan_of(dtype, B, T, H, K, V, docs, replace(H200, programs=programs))
-        assert_covers(plan, T, docs, plan.tiles.chunk)
+        plan = engine.plan_of(dtype, B, T, H, K, V, n_docs, replace(H200, programs=programs))
+        assert_covers(plan, T, n_docs, plan.tiles.chunk)
         most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
         assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"
         assert plan.tiles.output.bk >= K and plan.tiles.dq.bv >= V
@@ -51,11 +51,11 @@ def test_the_delta_engine() -> None:
     several = 0
     for _ in range(300):
         B, H, K, V = random.randrange(1, 4), random.randrange(1, 40), random.choice([64, 128, 80]), 128
-        docs, steps, gates = random.choice([0, 0, 5]), random.choice([1, 2, 3]), random.choice([0, 1, 1])
+        n_docs, steps, gates = random.choice([0, 0, 5]), random.choice([1, 2, 3]), random.choice([0, 1, 1])
         T = random.choice([0, 1, random.randrange(300), *random.choices(range(200000), k=2)]) * steps
         ranks, dtype = random.random() < 0.5, random.choice([torch.bfloat16, torch.float32])
-        plan = delta.plan_of(dtype, B, T, H, K, V, docs, gates, ranks, H200, random.random() < 0.7, 1, steps)
-        assert_covers(plan, T, docs, plan.tiles.chunk) if not docs else None
+        plan = delta.plan_of(dtype, B, T, H, K, V, n_docs, gates, ranks, H200, random.random() < 0.7, 1, steps)
+        assert_covers(plan, T, n_docs, plan.tiles.chunk) if not n_docs else None
         segments = [s for part in plan.parts for s in range(part.before, part.before + part.segments)]
         chunks = [c for part in plan.parts for c in range(part.chunks_before, part.chunks_before + part.chunks)]
         assert segments == list(range(plan.n_seg)) and chunks == list(range(plan.n_chunks)), plan
@@ -72,12 +72,12 @@ def test_generated_kernels() -> None:
         for _ in range(40):
             sizes = {key: random.randrange(1, 129) for key in (("K",) if name == "hgrn" else ("K", "V"))}
             T, heads = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.randrange(1, 300)
-            docs, ranks = random.choice([0, 0, 1, random.randrange(2, 9)]), random.random() < 0.5
+            n_docs, ranks = random.choice([0, 0, 1, random.randrange(2, 9)]), random.random() < 0.5
             chunk = random.choice(CHUNKS)
-            cut = _Cut.of(code, tuple(sizes.items()), heads, T, docs, torch.bfloat16, ranks, H200)
+            cut = _Cut.of(code, tuple(sizes.items()), heads, T, n_docs, torch.bfloat16, ranks, H200)
             for plan in cut.plans(chunk):
                 assert plan.chunk == chunk
-                assert_covers(plan, T, docs, chunk)
+                assert_covers(plan, T, n_docs, chunk)
                 assert all(block >= sizes[key] for key, block in plan.blocks), plan
                 whole = plan.n_seg == 1 and plan.n_chunks > 0 and not ranks
                 assert (plan.schedule == "fused") == whole, plan

@@ -55,6 +55,10 @@ CASES = {
     "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
+    "short documents": [
+        kind(name, 1, rate, T=4 * n, bounds=(0, n, 2 * n, 3 * n, 4 * n), **LESS)
+        for kind, name in ((RWKV7, "rwkv7"), (Own, "own")) for n, rate in ((5, 2.0), (20, 1.1))
+    ],
 }
 
 
@@ -104,38 +108,45 @@ def test_generated_over_ranks(name: str, seed: int) -> None:
 
 
 def sizes_of_inverses(sp: Any, seed: int) -> list[list[float]]:
-    """Of a chunk of 64 tokens of generated kernels, for each of `KEYS`: by the kernel, with a smaller number there
-    before, with a larger one, and in float64."""
+    """Of a chunk of up to 64 tokens of generated kernels, for each of `KEYS`: by the kernel, with a smaller number
+    there before, with a larger one, and in float64."""
     from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
 
     draw, found = torch.Generator().manual_seed(seed), []
-    for many, K, rate in KEYS:
+    for many, K, rate, tokens in KEYS:
         keys = torch.nn.functional.normalize(torch.randn(many, K, generator=draw), dim=-1)
         k = keys[torch.randint(0, many, (64,), generator=draw)]
+        k[tokens:] = 0.0
         x = (rate * (k @ k.T)).tril(-1)
+        table = torch.tensor([[0, tokens, 0, 1, 1]], dtype=torch.int32)
         whole = torch.linalg.inv(x.double() + torch.eye(64, dtype=torch.float64)).tril(-1).square().sum()
-        if x.square().sum() > 4 * 64:
+        if x.square().sum() > 4 * tokens:
             whole *= 1.225
         made = []
         for before, more in ((float("nan"), False), (0.5, True), (1e9, True)):
             gain, y = torch.full((1,), before), torch.full((64, 64), float("nan"))
-            inverse_kernel[(1, 1)](x.clone(), y, gain, None, 64, C=64, GAIN=True, MORE=more, PACKED=False, PDL=False)
+            packed = tokens < 64
+            flags = {"C": 64, "GAIN": True, "MORE": more, "PACKED": packed, "PDL": False}
+            inverse_kernel[(1, 1)](x.clone(), y, gain, table if packed else None, 64, **flags)
             made.append(gain.item())
         found.append([*made, whole.item()])
     return found
 
 
-KEYS = [(1000, 64, 1.0), (1000, 32, 0.9), (4, 64, 1.0), (1, 64, 1.0), (1, 64, 1.05), (1, 64, 1.9), (4, 64, 2.0)]
+KEYS = [
+    (1000, 64, 1.0, 64), (1000, 32, 0.9, 64), (4, 64, 1.0, 64), (1, 64, 1.0, 64), (1, 64, 1.05, 64), (1, 64, 1.9, 64),
+    (4, 64, 2.0, 64), (1, 64, 1.0, 20), (1, 64, 1.1, 20), (1, 64, 2.0, 3),
+]  # fmt: skip
 
 
 def test_which_segments_of_generated_kernels(seed: int) -> None:
-    """Unit keys and rates up to 1 never are done token by token, whether they repeat or not."""
+    """Unit keys and rates up to 1 never are done token by token, whether they repeat or not; nor in short documents."""
     from flexsp.kernels.delta.exact import LIMIT
 
     (found,) = run_ranks(sizes_of_inverses, 1, seed, env=INTERPRETED)
-    for (_, _, rate), (first, second, third, want) in zip(KEYS, found, strict=True):
+    for (_, _, rate, tokens), (first, second, third, want) in zip(KEYS, found, strict=True):
         assert abs(first - want) <= 1e-4 * want + 1e-4 and first == second and third == 1e9
-        assert (first > 64 * float(LIMIT.value)) == (rate > 1)
+        assert (first > tokens * float(LIMIT.value)) == (rate > 1)
 
 
 def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:

@@ -103,7 +103,7 @@ def test_one_graph_of_all_lengths_and_batches(name: str) -> None:
     assert made == ONE
 
 
-@pytest.mark.parametrize("name", ["rwkv7", "mlstm", *slow("gla", "kda", "gated_delta_product", "rwkv6")])
+@pytest.mark.parametrize("name", ["hgrn", "rwkv7", "mlstm", *slow("gla", "kda", "gated_delta_product", "rwkv6")])
 def test_one_graph_where_all_sizes_are_symbols(name: str) -> None:
     """Also those of heads, for which a program is made while torch.compile traces, and defaults such as scale."""
     case = OF_SIZES[name]

@@ -135,7 +135,7 @@ def state_sizes(name: str) -> tuple[int, ...]:
 
 
 def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
-    """(tokens, params) in float64; "G" is a gate a channel, "W" a mild one of values, "U" a number a channel, "ab"
+    """(tokens, params) in float64; "G" is a gate a channel, "W" a small one of values, "U" a number a channel, "ab"
     the pair a = -x and b, a share of x, with x of length 1.
 
     Keys of delta rules have length 1.

@@ -331,11 +331,13 @@ class _Function(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, direct, asked, anchor, initial, cu_seqlens, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, Optional]:
+        # torch.compile takes a forward that has as many parameters as `apply` has arguments for one without ctx. So
+        # all are one parameter: with two tensors there would be seven of each.
+        direct, asked, anchor, initial, cu_seqlens, *tensors = given
         key, sp, n_docs, scale, want_final = asked
         if direct is None:
-            given = key, list(tensors), initial, cu_seqlens, scale, want_final
-            o, final, saved, table = _call(_forwards, sp, *given)
+            o, final, saved, table = _call(_forwards, sp, key, tensors, initial, cu_seqlens, scale, want_final)
             table = table if n_docs else None
             final = final if want_final else None
         else:

@@ -43,7 +43,8 @@ class Sums(NamedTuple):
     In float32 kernels add gates up in float32, and functions in PyTorch in float64. What the former loses is next to
     nothing in a gate's gradient, but tokens share it, so that it is most of the error of a sum over tokens.
 
-    names: of the parameters. functions: a yardstick that adds gates up in float32. draws: cotangents that it answers.
+    names: of the parameters, or of gates so strong that a sum's rounding shows. functions: a yardstick that adds gates
+    up in float32. draws: cotangents that it answers.
     """
 
     names: tuple[str, ...]

@@ -34,13 +34,17 @@ def matrix_tokens(q: Any, k: Any, v: Any, g: Any, S: Any, bonus: Any) -> Any:
     return (torch.stack(o, 1) if o else v), S
 
 
-def matrix_chunks(q: Any, k: Any, v: Any, g: Any, S: Any, bonus: Any) -> Any:
-    """The same from whole chunks, with a running sum of the gates in each: what sound chunks round."""
+def matrix_chunks(
+    q: Any, k: Any, v: Any, g: Any, S: Any, bonus: Any, size: int = CHUNK, stored: Any = lambda sums: sums
+) -> Any:
+    """The same from whole chunks, with a running sum of the gates in each: what sound chunks round. `stored`: what is
+    left of such sums in memory."""
     o = [v[:, :0]]
-    for at in range(0, q.shape[1], CHUNK):
-        q_c, k_c, v_c, g_c = (x[:, at : at + CHUNK] for x in (q, k, v, g))
+    for at in range(0, q.shape[1], size):
+        q_c, k_c, v_c, g_c = (x[:, at : at + size] for x in (q, k, v, g))
         g_c = g_c.clamp(min=-104)
-        b, total = g_c.cumsum(1), g_c.sum(1)
+        b = stored(g_c.cumsum(1))
+        total = b[:, -1]
         reads = b if bonus is None else b - g_c
         earlier = torch.ones(b.shape[1], b.shape[1]).tril(0 if bonus is None else -1).bool()[None, :, :, None, None]
         pairs = torch.where(earlier, reads[:, :, None] - b[:, None], -torch.inf).exp()
@@ -52,6 +56,13 @@ def matrix_chunks(q: Any, k: Any, v: Any, g: Any, S: Any, bonus: Any) -> Any:
         written = torch.einsum("bjhk,bjhv->bhkv", k_c * (total[:, None] - b).exp(), v_c)
         S = total.exp()[..., None] * S + written
     return torch.cat(o, 1), S
+
+
+def float32_sums(*given: Any) -> Any:
+    """`matrix_chunks` in float64 but for the running sums of gates, which are in float32, of as many tokens as chunks
+    of kernels in float32 have: the engine of a yardstick for gradients of strong gates, of which such sums lose digits.
+    """
+    return matrix_chunks(*given, 16, lambda sums: sums + (sums.float().double() - sums).detach())
 
 
 def vector_tokens(x: Any, g: Any, h: Any) -> Any:
@@ -115,10 +126,12 @@ def matrix_oracle(
 ) -> Any:
     loop = matrix_tokens if engine is token_loop or q.dtype == torch.float64 else matrix_chunks
     wide = [accumulated(x) for x in (q, k, v, g)]
+    if engine is float32_sums:
+        loop, wide = engine, [x.double() for x in wide]
     wide[0] = wide[0] * (q.shape[-1] ** -0.5 if scale is None else scale)
     N = q.shape[0] if cu is None else len(cu) - 1
-    state = wide[0].new_zeros(N, *k.shape[2:], v.shape[-1]) if initial_state is None else initial_state
-    bonus = None if bonus is None else accumulated(bonus)
+    state = wide[0].new_zeros(N, *k.shape[2:], v.shape[-1]) if initial_state is None else initial_state.to(wide[0])
+    bonus = None if bonus is None else bonus.to(wide[0])
     o, last = by_document(lambda *x: loop(*x, bonus), wide, state, cu)
     return o.to(v.dtype), last
 

@@ -26,14 +26,14 @@ from flexsp.compiler.backend.exact import EXACT, exact_kernels
 from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
-from flexsp.compiler.frontend.meta import ConstExpr
+from flexsp.compiler.frontend.meta import KERNELS_OWN, ConstExpr
 from flexsp.compiler.frontend.one_at_a_time import in_turn, one_at_a_time
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
 from flexsp.compiler.graphs.intrinsics import SUMS
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import Stage, for_users, make_stages, split_gradients
-from flexsp.compiler.graphs.values import OURS, NotEmittable
+from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.exceptions import NotAvailable
 from flexsp.scan.dense import MOST
 from flexsp.scan.transitions import KINDS
@@ -58,7 +58,6 @@ from flexsp.compiler.backend.tile_ops import (
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin
 """
-_RESERVED = {"C", "T", "B", "S", "dS", "do", "o"}
 _IN_CODE = re.compile(  # variables of the code, which sizes must not be named like
     r"(APART|BOUNDARY|DOT|ENTERS|H|LEAVES|PACKED|PDL|PREC|b|boundary|c|c0|c1|chunk_states|cut|cuts|decay|doc|edge|entering|"
     r"exact\w*|EXACT_C|first|h|last|leaving|left|length|n|n_chunks|n_seg|part|per_seg|row|rows|seg|start|states|table|"
@@ -168,7 +167,7 @@ class _Derivation:
         parts = self.program.parts
         places((rows, cols) if rows != "1" else (cols,), parts)  # raises for one that no kernel holds
         sizes = {s for x in (*found.values(), *(x.dims for x in kept.values())) for s in x if s != "C"}
-        self._refuse_names(rows, cols, found["do"], sizes, {*self.step.tokens, *params, *self.program.chunk.cached})
+        self._refuse_names(rows, cols, found["do"], sizes)
         return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts)
 
     def _refuse_inputs(self, tokens: dict[str, tuple[str, ...]], params: dict[str, tuple[str, ...]]) -> None:
@@ -190,14 +189,11 @@ class _Derivation:
                     "most, whose sizes are ConstExprs"
                 )
 
-    def _refuse_names(
-        self, rows: str, cols: str, outputs: tuple[str, ...], sizes: set[str], names: set[str]
-    ) -> None:  # fmt: skip
-        """NotEmittable where sizes, inputs or cached results cannot be told apart in the code."""
+    def _refuse_names(self, rows: str, cols: str, outputs: tuple[str, ...], sizes: set[str]) -> None:
+        """NotEmittable where sizes cannot be told apart in the code."""
         numbers = sorted(s for s in sizes if s.isdigit())
-        ours = {*_RESERVED, *re.findall(r"\w+", _IMPORTS), *(f"B{s}" for s in sizes)}
+        ours = {*KERNELS_OWN, *re.findall(r"\w+", _IMPORTS), *(f"B{s}" for s in sizes)}
         taken = sorted(s for s in sizes - set(numbers) if s in ours or _IN_CODE.match(s))
-        clash = sorted(x for x in names if x in {*_RESERVED, rows, cols} or OURS.match(x))
         if numbers:
             raise NotEmittable(
                 f"the sizes {', '.join(numbers)} are plain numbers in input_meta; kernels need names, such as "
@@ -208,9 +204,9 @@ class _Derivation:
                 f"the state is [{rows}, {cols}]; kernels need two names, such as ConstExpr('K', 64) and "
                 "ConstExpr('V', 64), whose values may be equal"
             )
-        if taken or clash:
-            what = [f"the size {s!r}" for s in taken] + [f"the input or cached result {x!r}" for x in clash]
-            raise NotEmittable(f"{', '.join(what)} would hide a name in the code of kernels: choose another name")
+        if taken:
+            what = ", ".join(f"the size {s!r}" for s in taken)
+            raise NotEmittable(f"{what} would hide a name in the code of kernels: choose another name")
         if outputs != ("C", cols):
             raise NotEmittable(
                 f"outputs are [{', '.join(outputs)}], at {self.program.merge.line}; kernels need [C, {cols}], the last "

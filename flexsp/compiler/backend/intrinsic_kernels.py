@@ -11,7 +11,7 @@ from flexsp.runtime.launch import begin
 
 _COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
-_ALIKE = tl.constexpr(4.0)  # of squares of x for each token: random keys of K channels have C / 2 K, one key has C / 2
+_ALIKE = tl.constexpr(4.0)  # of squares of x for each of n tokens: random keys of K channels have n / 2 K, one n / 2
 _NEARER = tl.constexpr(1.225)  # times the size of an inverse where keys are alike
 _LARGEST_SUM = tl.constexpr(40.0)  # of log gates whose e^sum may be a factor of one operand of a product
 
@@ -75,10 +75,10 @@ def inverse_kernel(
     """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
 
     GAIN: the chunk's number of `gain` is the sum of squares of the inverse below the diagonal; with MORE the larger of
-    that and what is there. It is `_NEARER` times as large where the squares of x add up to more than `_ALIKE` a token.
-    Terms that nearly cancel then make roundings larger, too. With rates up to 1 and decays near 1 the number stays
-    below the limit beyond which segments are done token by token; with one key and a rate of 1.05 or more it is above
-    (docs/math.md, section 7, "Keys that are alike").
+    that and what is there. It is `_NEARER` times as large where the squares of x add up to more than `_ALIKE` for each
+    token that the chunk has: a short document's chunk has few. Terms that nearly cancel then make roundings larger,
+    too. With rates up to 1 and decays near 1 the number stays below the limit beyond which segments are done token by
+    token; with one key and a rate of 1.05 or more it is above (docs/math.md, section 7, "Keys that are alike").
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
@@ -119,7 +119,8 @@ def inverse_kernel(
     tl.store(y + i * C + j, tl.where(i >= j, whole, 0.0))
     if GAIN:
         found = _squares(x, C)
-        found = tl.where(alike > _ALIKE * C, _NEARER * found, found)
+        start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
+        found = tl.where(alike > _ALIKE * length, _NEARER * found, found)
         if MORE:
             found = tl.maximum(found, tl.load(gain + chunk), propagate_nan=tl.PropagateNan.ALL)
         tl.store(gain + chunk, found)

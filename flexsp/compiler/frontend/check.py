@@ -19,7 +19,7 @@ from flexsp.comm.derivatives import untransformed
 from flexsp.compiler.frontend import functions, primitives
 from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
-from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, InputMeta, Size
+from flexsp.compiler.frontend.meta import CHUNK_STATE, KERNELS_OWN, OURS, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Program, call, has_parts
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
@@ -39,6 +39,9 @@ _BREADTHS: tuple[str, ...] = ("none", "scalar", "vector", "elementwise")
 def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
     """Traces and checks the functions. If ``cuts_matter``, results may depend on where chunks end."""
     inputs = {*meta.tokens, *meta.params, *meta.numbers}
+    for name in (*meta.tokens, *meta.params):
+        if reserved := _reserved(name, meta):
+            raise CompileError("input_meta", name, f"expected another name: {reserved}")
     untransformed("making a variant", "make it, or call what makes it, once before")
 
     def make() -> Program:
@@ -94,8 +97,21 @@ def _check_arguments(meta: InputMeta, chunk: Traced, decay: Traced, merge: Trace
     for name in chunk.cached:
         if name in inputs or name in (STATE, CHUNK_STATE):
             raise CompileError("chunk_mode", chunk.name, f"cache_result name {name!r} hides an input of the same name")
+        if reserved := _reserved(name, meta):
+            raise CompileError("chunk_mode", chunk.name, f"cache_result name {name!r}: expected another: {reserved}")
     if STATE not in decay.arguments:
         raise CompileError("decay_mode", decay.name, f"expected an argument {STATE!r}, the state that enters the chunk")
+
+
+def _reserved(name: str, meta: InputMeta) -> str | None:
+    """Which names inputs and cached results cannot have, if `name` is one of them."""
+    own = {*KERNELS_OWN, *(size.name for size in meta.state_sizes if isinstance(size, ConstExpr))}
+    if name not in own and not OURS.match(name):
+        return None
+    return (
+        f"kernels have variables {', '.join(sorted(own))}, names that begin with d_, grad_, keep_, gates_, gated_, "
+        "f32_, S__ or dS__, and with arg, sum, scores, inverse or operand before a digit"
+    )
 
 
 # Test sizes -----------------------------------------------------------------------------------------------------------

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-__all__ = ["ConstExpr", "InputMeta", "Part", "SymbTensor"]
+__all__ = ["ConstExpr", "InputMeta", "KERNELS_OWN", "OURS", "Part", "SymbTensor"]
 
 STATE, CHUNK_STATE = "prev_s", "chunk_state"
-RESERVED = ("cu_seqlens", "sp")
+RESERVED = ("cu_seqlens", "self", "sp")
+KERNELS_OWN = ("B", "C", "S", "T", "dS", "do", "o")
+"""Names of the code of kernels: sizes, the state, the outputs, and gradients of both."""
+OURS = re.compile(r"(gates|gated|f32|grad|keep|d|d?S_)_|(operand|scores|inverse|arg|sum)\d")
+"""How names of values begin that flexsp computes."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class InputMeta:
         numbers: dict[str, float] = {}
         heads_first = []
         for name, what in given.items():
-            if not isinstance(name, str) or not name.isidentifier():
+            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
                 raise ValueError(f"input_meta: expected names that arguments can have, got {name!r}")
             if name in RESERVED:
                 raise ValueError(f"input_meta[{name!r}]: expected another name, calls have an argument of this one")

@@ -31,7 +31,7 @@ from flexsp.compiler.graphs.inverses import shorten_adjoints
 from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, row_scaled, simplify
 from flexsp.compiler.graphs.values import NotEmittable, is_state
 
-__all__ = ["Intrinsic", "Step", "cut", "differentiate", "state_names"]
+__all__ = ["Intrinsic", "Step", "copied", "cut", "differentiate", "state_names"]
 
 aten = torch.ops.aten
 _CHUNK, _LEAST, _GAP = 11, 100, 90
@@ -368,6 +368,9 @@ def _label(graph: Graph, names: Sequence[str], sizes: _Sizes) -> None:
             node.meta[DIMS] = tuple(sizes.name(n) for n in value.shape)
         elif isinstance(value, torch.SymInt):
             node.meta["size"] = sizes.name(value)
+    for node in graph.nodes:
+        if node.name in names:
+            node.name = f"{node.name}_of_graph"
     for node, name, of in zip(list(graph.nodes), names, sizes.inputs, strict=False):
         node.name = node.target = name
         node.meta[DIMS] = of  # also where the trace holds for one size only, which says so later
@@ -548,6 +551,16 @@ def _heavy(node: Any) -> bool:
     )
 
 
+def copied(graph: Graph) -> tuple[Graph, dict[Node, Node], list[Any]]:
+    """A copy of the graph without its output; its nodes by those of the graph; what the output has."""
+    new, copies = Graph(), dict[Node, Node]()
+    results: Any = new.graph_copy(graph, copies)
+    for node, copy_of_it in copies.items():
+        if node.op == "placeholder":  # graphs write names their own way, such as input_1 for an input named "input"
+            copy_of_it.name = copy_of_it.target = node.name
+    return new, copies, list(results)
+
+
 def cut(
     step: Step, outputs: Iterable[str], given: Iterable[str] = (), join: bool = False
 ) -> tuple[Graph, Mapping[str, Any]]:
@@ -555,10 +568,7 @@ def cut(
 
     `join`: products with a common operand become one.
     """
-    graph = Graph()
-    copies: dict[Any, Any] = {}
-    results = graph.graph_copy(step.graph, copies)
-    assert isinstance(results, (list, tuple))
+    graph, copies, results = copied(step.graph)
     named = dict(zip(step.outputs, results, strict=True))
     for name in given:
         node = named[f"keep_{name}"]

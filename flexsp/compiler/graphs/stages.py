@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import Graph
-
-from flexsp.compiler.graphs.differentiate import ChunkTensor, Intrinsic, Step
+from flexsp.compiler.frontend.meta import OURS
+from flexsp.compiler.graphs.differentiate import ChunkTensor, Intrinsic, Step, copied
 from flexsp.compiler.graphs.rewrite import dims
-from flexsp.compiler.graphs.values import OURS, is_state
+from flexsp.compiler.graphs.values import is_state
 
 __all__ = ["Stage", "for_users", "make_stages", "split_gradients"]
 
@@ -96,9 +95,7 @@ def split_gradients(
     stop = {named[f"keep_{name}"] for name in given}
     cuts = _reductions([named[name] for name in small], stop)
     sums = {f"sum{i}": node for i, node in enumerate(cuts)}
-    graph = Graph()
-    copies: dict[Any, Any] = {}
-    results: Any = graph.graph_copy(step.graph, copies)
+    graph, copies, results = copied(step.graph)
     graph.output([*results, *(copies[node] for node in sums.values())])
     parts = [[name] for name in large]
     needs = [_needs([named[name]], stop) for name in large]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "NotEmittable", "OURS", "Value", "block", "broadcast", "index_text", "inner", "is_state", "limit", "number",
+    "NotEmittable", "Value", "block", "broadcast", "index_text", "inner", "is_state", "limit", "number",
     "operator_name", "steady_at", "type_of", "zero_at",
 ]  # fmt: skip
 
 
 class NotEmittable(NotAvailable):
     """A graph holds an operation that no kernel is made of; it runs in PyTorch."""
-
-
-OURS = re.compile(r"(gates|gated|f32|grad|keep|d)_|(operand|scores|inverse|arg|sum)\d")  # names of values of our own
 
 
 def operator_name(node: Any) -> str:

@@ -35,6 +35,8 @@ _SLOW = {aten.exp.default, aten.exp2.default, aten.log.default, aten.sigmoid.def
          aten.cos.default, aten.tanh.default}  # fmt: skip
 _RUNNING = (aten.cumsum.default, reverse_cumsum)
 _SCRATCH = 32 * 1024  # bytes at most in which Triton transposes a large tile, piece by piece
+_ROWS = 128  # of a state, up to which Triton turns it in half of that
+_TALL = {False: 28 * 1024, True: 32 * 1024}  # bytes for one of more rows; True: of several documents
 _BARRIERS = 2 * 1024  # of tcgen05's products
 _ENDS = 4352  # of walks over packed documents
 _ROUNDS = 8 * 1024  # of what a round of a loop over pieces begins before the last one has ended
@@ -164,7 +166,7 @@ def part_load(
     tiles = _Tiles(blocks, item, (0, -1) if walks else _loop(nodes, pieces))
     flipped = kind in FLIPPED and not dense
     if reads_shared(arch):
-        shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide, bool(pieces))
+        shared, least = _of_groups(kind, nodes, tiles, walks, flipped, stages, wide, bool(pieces), packed and not dense)
         shared += _first_states(nodes, tiles, walks) if packed and flipped else 0
         shared += _BARRIERS if arch >= 100 else 0
     else:
@@ -188,20 +190,16 @@ def part_load(
 
 def _of_groups(
     kind: str, nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, stages: int, wide: frozenset[str],
-    large: bool,
+    large: bool, packed: bool,
 ) -> tuple[int, int]:  # fmt: skip
     """Bytes at most and at least where products read their operands from shared memory, as from Hopper on. `large`:
-    states are, and so a document's may be laid out anew as a whole."""
+    states are; `packed`: tokens are of several documents."""
     C, least = tiles.blocks["C"], 0
     shared = _operands(nodes, tiles, walks, flipped)
     if walks:
         state = _state(nodes, tiles, walks)
-        turned = flipped and not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
-        inside = min(_SCRATCH // 2 if turned else _SCRATCH, state) if flipped or kind != "output" else 0
-        inside = state if flipped and large else inside
-        if kind != "chunk_states" and not flipped and any(x.target is aten.sum.dim_IntList for x in nodes):
-            inside = state  # a decay that is summed here comes in another layout than the state it multiplies
-        shared = max(shared, inside) + _buffers(nodes, tiles, stages, wide, walks)
+        shared = max(shared, _inside(kind, nodes, tiles, walks, flipped, large, packed))
+        shared += _buffers(nodes, tiles, stages, wide, walks)
         shared = max(shared, 0 if kind == "chunk_states" or flipped else state)
     else:
         least = _operands(nodes, tiles, walks, flipped, ahead=0) if C >= 64 and tiles.item == 2 else 0
@@ -210,6 +208,22 @@ def _of_groups(
     if tiles.item == 4 and C >= 64:  # without warp-group products, transposes are laid out anew
         shared = shared * 8 // 5
     return shared, least
+
+
+def _inside(
+    kind: str, nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, large: bool, packed: bool
+) -> int:
+    """Bytes in which a walk lays out its state anew, in each chunk or where a document begins."""
+    state, tall = _state(nodes, tiles, walks), _rows(nodes, tiles, walks) > _ROWS
+    if flipped:
+        turned = not any(x.meta.get("param") for x in nodes)  # a matrix of a head comes in another layout
+        half = _TALL[packed] if tall else _SCRATCH // 2
+        return state if large else min(half if turned else _SCRATCH, state)
+    # A decay that is summed here comes in another layout than the state it multiplies.
+    anew = (packed and tall) or any(x.target is aten.sum.dim_IntList for x in nodes)
+    if kind != "chunk_states" and anew:
+        return state
+    return 0 if kind == "output" else min(_SCRATCH, state)
 
 
 def _of_warps(nodes: Sequence[Any], tiles: _Tiles, walks: str, stages: int, wide: frozenset[str]) -> int:
@@ -239,10 +253,15 @@ def _state(nodes: Sequence[Any], tiles: _Tiles, walks: str) -> int:
     return 4 * max(map(tiles.numbers, held), default=0)
 
 
+def _rows(nodes: Sequence[Any], tiles: _Tiles, walks: str) -> int:
+    """Rows of the tallest part of what a walk holds; 0 if it reads none."""
+    return max((tiles.shape(x)[0] for x in nodes if _held(x, walks) and tiles.shape(x)), default=0)
+
+
 def _first_states(nodes: Sequence[Any], tiles: _Tiles, walks: str) -> int:
     """Bytes of a document's first state, which comes in another layout than the one it replaces, while operands are
     there: up to 8 KiB were seen with 128 rows, 24 KiB with 256."""
-    return 96 * max((tiles.shape(x)[0] for x in nodes if _held(x, walks)), default=0)
+    return 96 * _rows(nodes, tiles, walks)
 
 
 def _stored(nodes: Sequence[Any], tiles: _Tiles) -> int:

@@ -23,6 +23,9 @@ __all__ = ["TensorSpec", "Lowering", "in_order", "replaced"]
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of an input, without the batch axis."""
 
+_FORMER = {"call": "plan", "buffer": "buffers"}
+"""What methods were called before, with their names now. Nothing asks the former."""
+
 
 class Lowering:
     """How an engine of hand-written kernels runs the calls of a program.
@@ -105,13 +108,17 @@ def in_order(lowerings: Sequence[Lowering]) -> tuple[Lowering, ...]:
     """The lowerings of a program, checked. The first that takes a call runs it.
 
     Raises:
-        ValueError: an entry that is no Lowering, one without a name, or two of the same name.
+        ValueError: an entry that is no Lowering, one without a name or with a method of a former name, or two of the
+            same name.
     """
     if not isinstance(lowerings, (list, tuple)) or not all(isinstance(x, Lowering) for x in lowerings):
         fail("lowerings", "a list of instances of classes made from Lowering", repr(lowerings))
     for x in lowerings:
         if not isinstance(x.name, str) or not x.name.isidentifier():
             fail("lowering.name", "one word", repr(x.name))
+        for former, name in _FORMER.items():
+            if hasattr(x, former) and getattr(type(x), name) is getattr(Lowering, name):
+                fail(f"lowerings: {x.name}", f"a method {name}, which {former} was called before", f"{former} alone")
     names = [x.name for x in lowerings]
     if len(set(names)) < len(names):
         fail("lowerings", "one of each name", ", ".join(names))

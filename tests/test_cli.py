@@ -78,7 +78,7 @@ def test_names_agree_with_what_they_run() -> None:
     assert scale.case == ["simple_gla"] and scale.ranks is None
     several = cli.parser().parse_args(["bench", "scale", "--case", "all", "--ranks", "1,2,4"])
     assert several.case == list(CASES) and several.ranks == [1, 2, 4]
-    assert [cli.parser().parse_args(["bench", "op", "--gates", x]).gates for x in GATES] == list(GATES)
+    assert [cli.parser().parse_args(["bench", "op", "--gates", x]).gates for x in cli.GATES] == list(GATES)
 
 
 @pytest.mark.parametrize(

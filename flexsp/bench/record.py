@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["case_of", "commit", "environment", "file_stem", "load", "load_kind", "save", "spread_of", "version_of"]
+__all__ = [
+    "case_of", "commit", "environment", "file_stem", "gates_of", "load", "load_kind", "save", "spread_of", "version_of",
+]  # fmt: skip
 
 
 def version_of(distribution: str) -> str | None:
@@ -130,3 +132,8 @@ def spread_of(value: float | dict[str, float] | None) -> dict[str, float] | None
 def case_of(row: dict[str, Any]) -> str:
     """Operator of a row of `bench scale`; the first files had one and did not name it."""
     return str(row.get("case", "simple_gla"))
+
+
+def gates_of(result: dict[str, Any]) -> str:
+    """Kind of the log gates; the first files have another word for mild ones, or none."""
+    return str(result.get("gates", "mild")).replace("usual", "mild")

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from flexsp.bench.beside import relative
 from flexsp.bench.cases import CASES, Case, Op, Shape, forward_backward, make_inputs
+from flexsp.bench.gates import at_least_bound
 from flexsp.bench.peers import peer_over_ranks
 from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
 from flexsp.bench.record import environment, file_stem, save
@@ -60,13 +62,9 @@ def _call(op: Op, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], ob
 
 def _others(args: argparse.Namespace, case: Case, T: int, world: int) -> dict[str, tuple[Op, ...]]:
     """Other libraries' ops on one rank and over ranks, of those that have this one."""
-    found = {peer: peer_over_ranks(peer, case.name, T, world, args.H) for peer in args.peers}
+    promised = case.promised if at_least_bound(args.gates) else {}
+    found = {peer: peer_over_ranks(peer, case.name, T, world, args.H, promised) for peer in args.peers}
     return {peer: ops for peer, ops in found.items() if ops is not None}
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.double(), b.double()
-    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
 def _disagreement(
@@ -77,7 +75,7 @@ def _disagreement(
         return {}
     outputs = {name: _operator(case, sp, "fwd", inputs)() for name, sp in sps.items()}
     reference = list(outputs.values())[-1]
-    return {name: max(aligned.gather(_relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
+    return {name: max(aligned.gather(relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
 
 
 def _scale_rows(
@@ -99,7 +97,7 @@ def _scale_rows(
     for name, (*_, alike) in others.items():
         mine = _operator(case, next(iter(sps.values())), "fwd", inputs)()
         theirs = _call(alike, "fwd", inputs)()
-        apart[name] = max(aligned.gather(_relative(theirs, mine)))  # type: ignore[arg-type]
+        apart[name] = max(aligned.gather(relative(theirs, mine)))  # type: ignore[arg-type]
     rows = []
     for mode in ("fwd", "fwd_bwd"):
         functions = {"local": _operator(case, False, mode, inputs)}
@@ -170,7 +168,7 @@ def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
                         "bytes_per_rank": size,
                         "bytes_total": size * first.world_size,
                         **timing,
-                        "disagreement": max(aligned.gather(_relative(outputs[name], reference))),
+                        "disagreement": max(aligned.gather(relative(outputs[name], reference))),
                     }
                 )
     return rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import case_of, load
+from flexsp.bench.record import case_of, gates_of, load
 from flexsp.bench.table import grid, shown
 
 __all__ = ["beside_ranks", "exchanges", "hosts", "models", "operators", "sanitizers", "short_sources", "traffic"]
@@ -90,7 +90,7 @@ def operators(paths: Sequence[Path]) -> str:
                 for name in dict.fromkeys(provider for provider, _ in keyed if provider != "flexsp")
                 if (times := _cells([keyed.get((name, mode)) for mode in MODES], 2, "ms", "median"))
             ]
-            gates = "" if result.get("gates", "usual") == "usual" else f", gates {result['gates']}"
+            gates = "" if gates_of(result) == "mild" else f", gates {gates_of(result)}"
             sizes = f"{shape['B']} x {T}, {shape['H']} heads of {shape['K']} x {shape['V']}{gates}"
             peak = shown(ours[1]["peak_gib"], 1).partition(" ")[0] if ours[1] else ""
             floor = _cells(ours, 2, "floor_ms")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import case_of, load, spread_of
+from flexsp.bench.record import case_of, gates_of, load, spread_of
 
 __all__ = [
     "footer", "grid", "host_table", "markdown", "model_table", "op_table", "run", "sanitize_table", "scale_table",
@@ -41,8 +41,8 @@ def footer(result: Result) -> str:
         parts.append(f"flash-linear-attention {env['flash_linear_attention']}")
     there = {row.get("provider") for row in result.get("rows", [])}
     parts += [f"{title} {env.get(key)}" for name, (title, key) in _PEERS.items() if name in there]
-    if result.get("gates", "usual") != "usual":
-        parts.append(f"gates {result['gates']}")
+    if gates_of(result) != "mild":
+        parts.append(f"gates {gates_of(result)}")
     source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
     command = re.sub(r" --out /\S+", "", env["command"])  # a folder of that machine
     return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{command}`"
@@ -51,7 +51,9 @@ def footer(result: Result) -> str:
 def _ms(row: Result | None) -> str:
     if row is None:
         return ""
-    return f"{row['ms']['median']:.3f}" if "ms" in row else "refused"
+    if "ms" not in row:
+        return row["error"] if row["error"] in ("not installed", "out of memory") else "refused"
+    return f"{row['ms']['median']:.3f}"
 
 
 def _ratio(ours: Result, theirs: Result | None) -> str:

@@ -24,6 +24,7 @@ OPS = (
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 PEERS = ("fla", "flashqla", "torch")
+GATES = ("mild", "initialised", "bounded", "unbounded", "none")
 
 
 def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None) -> Callable[[str], list[object]]:
@@ -88,8 +89,8 @@ def _shape_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _gates_argument(parser: argparse.ArgumentParser) -> None:
-    text = "log gates: logsigmoid(N(3, 1)), as layers begin, or zeros (default usual; mamba2's dt stay as they are)"
-    parser.add_argument("--gates", default="usual", choices=("usual", "initialised", "none"), help=text)
+    text = "kind of log gates, of `flexsp.bench.gates` (default mild; mamba2's dt stay as they are)"
+    parser.add_argument("--gates", default="mild", choices=GATES, help=text)
 
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:

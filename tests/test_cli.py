@@ -22,14 +22,18 @@ FLAGS = {
         "--optimizer", "--no-checkpointing", "--network", "--json",
     ],
     "bench op": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--ops",
-        "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
+        "--ops", "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
         "--cold-timeout", "--repeats", "--add", "--time-limit", "--bandwidth",
     ],
     "bench scale": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--case",
-        "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states", "--state-batches",
-        "--state-segments",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
+        "--case", "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states",
+        "--state-batches", "--state-segments",
+    ],
+    "bench models": [
+        "--only", "--lengths", "--B", "--gates", "--peers", "--naive", "--check", "--device", "--dtype", "--warmup",
+        "--iterations", "--out", "--repeats", "--add", "--time-limit", "--bandwidth",
     ],
     "bench host": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",

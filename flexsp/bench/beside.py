@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from flexsp.bench.case import Case, Inputs, Op, forward_backward
 from flexsp.bench.timing import measure, spread, synchronize
 
 __all__ = [
-    "Calls", "Provider", "calls", "copy_bandwidth", "differences", "peak_gib", "print_rows", "providers", "relative",
-    "results", "time_calls", "warm",
+    "MODES", "Calls", "Provider", "agreement_limit", "calls", "copy_bandwidth", "differences", "peak_gib", "print_rows",
+    "providers", "refusal", "relative", "results", "time_calls", "warm",
 ]  # fmt: skip
 
 Row = dict[str, Any]
@@ -70,7 +71,8 @@ def calls(found: list[Provider]) -> Calls:
     return {(x.name, mode): call for x in found for mode, call in zip(MODES, (x.forward, x.both), strict=True)}
 
 
-def _refusal(error: Exception) -> str:
+def refusal(error: Exception) -> str:
+    """What a row says of a call that raised."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return f"refused: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
@@ -87,7 +89,7 @@ def warm(functions: Calls, device: torch.device, *, ours_may_refuse: bool = Fals
         except Exception as error:
             if key[0] == "flexsp" and not ours_may_refuse:
                 raise
-            refused.append({"provider": key[0], "mode": key[1], "error": _refusal(error)})
+            refused.append({"provider": key[0], "mode": key[1], "error": refusal(error)})
             del functions[key]
         if refused and device.type == "cuda":
             gc.collect()
@@ -116,6 +118,11 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def differences(of: Inputs, reference: Inputs) -> dict[str, float]:
     """By name, the relative difference of an output and of gradients from the reference's."""
     return {name: relative(of[name], x) for name, x in reference.items()}
+
+
+def agreement_limit(dtype: torch.dtype) -> float:
+    """The relative difference from which on two libraries are said to differ."""
+    return 2e-2 if dtype == torch.bfloat16 else 4 * math.sqrt(torch.finfo(dtype).eps)
 
 
 def peak_gib(

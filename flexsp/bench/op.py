@@ -14,8 +14,9 @@ from flexsp.bench.beside import calls, copy_bandwidth, print_rows, providers, ti
 from flexsp.bench.cases import CASES, Case, Shape, baseline_available, floor_ms, make_inputs
 from flexsp.bench.cold import first_call
 from flexsp.bench.gates import at_least_bound
-from flexsp.bench.record import environment, file_stem, gates_of, load_kind, save, spread_of
+from flexsp.bench.record import continued, environment, file_stem, save, spread_of
 from flexsp.bench.sizes import choose
+from flexsp.bench.variant import variant_case
 
 __all__ = ["TARGETS", "Target", "judge", "run"]
 
@@ -111,7 +112,7 @@ def _run_case(
     case: Case, shape: Shape, args: argparse.Namespace, device: torch.device, fla: bool, gb_s: float | None
 ) -> list[Row]:
     dtype = getattr(torch, args.dtype)
-    inputs = make_inputs(case, shape, dtype, device, gates=args.gates)
+    inputs = make_inputs(case, shape, dtype, device, gates=args.gates if args.variant is None else "mild")
     found, missing = providers(case, inputs, fla, bounded=at_least_bound(args.gates))
     functions = calls(found)
     rows = missing + warm(functions, device)
@@ -145,12 +146,13 @@ def run(args: argparse.Namespace) -> int:
     choose(args, device.type)
     missing = "not asked for" if args.no_baseline else baseline_available() if device.type == "cuda" else "CPU run"
     record = environment(device, args.argv)
+    cases = [CASES[name] for name in args.ops] if args.variant is None else [variant_case(args, device)]
     copied = copy_bandwidth(device)
     bandwidth = args.bandwidth or copied
     result = _empty_result(args, record, missing, bandwidth, copied)
-    stem = file_stem("op", record)
+    stem = file_stem("op" if args.variant is None else f"op_{cases[0].name}", record)
     if args.add:
-        result, stem = _continued(Path(args.add), result), Path(args.add).stem
+        result, stem = continued(Path(args.add), result), Path(args.add).stem
     out = Path(args.out) / f"{stem}.json"
     speed = f", copy {copied:.0f} GB/s" if copied else ""
     print(
@@ -159,20 +161,22 @@ def run(args: argparse.Namespace) -> int:
         flush=True,
     )
     deadline = time.monotonic() + args.time_limit if args.time_limit else None
-    for name in args.ops:
-        for T in args.T:
+    for case in cases:
+        for name, T in [(case.name, T) for T in args.T]:
             if deadline is not None and time.monotonic() > deadline:
                 result.setdefault("skipped", []).append([name, T])
                 print(f"  {name} T={T}: skipped, past --time-limit", flush=True)
                 continue
             fla = missing is None and name in (args.baseline_ops or args.ops) and T in (args.baseline_T or args.T)
-            rows = _run_case(CASES[name], Shape(args.B, T, args.H, args.K, args.V), args, device, fla, bandwidth)
+            beside = fla or args.variant is not None  # the same program in PyTorch
+            rows = _run_case(case, Shape(args.B, T, args.H, args.K, args.V), args, device, beside, bandwidth)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             print_rows(rows)
             result["rows"] = [row for row in result["rows"] if (row["case"], row["T"]) != (name, T)] + rows
             save(out, result)
-    _run_cold(args, device, missing is None, result, out)
+    if args.variant is None:
+        _run_cold(args, device, missing is None, result, out)
     result["targets"] = judge(result["rows"], result["cold"]) if device.type == "cuda" else []
     save(out, result)
     for verdict in result["targets"]:
@@ -180,23 +184,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {verdict['verdict']:13s}{value:>8s} <= {verdict['limit']:<5g} {verdict['target']}")
     print(f"wrote {out}")
     return int(args.strict and any(verdict["verdict"] == "MISS" for verdict in result["targets"]))
-
-
-def _continued(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """The result of an earlier part of a run, to go on with; ValueError where it was another run."""
-    [old] = load_kind([path], "op")
-    for what in ("commit", "dirty", "device", "torch", "triton"):
-        if old["environment"][what] != new["environment"][what]:
-            found = (new["environment"][what], old["environment"][what])
-            raise ValueError(f"--add: expected a file of {what} {found[0]}, got {found[1]} in {path}")
-    if old["shape"] != new["shape"]:
-        raise ValueError(f"--add: expected a file of shape {new['shape']}, got {old['shape']} in {path}")
-    if gates_of(old) != new["gates"]:
-        raise ValueError(f"--add: expected a file of gates {new['gates']}, got {gates_of(old)} in {path}")
-    old.pop("skipped", None)
-    old["environment"]["command"] += "; " + new["environment"]["command"]
-    old["baseline_missing"] = old["baseline_missing"] and new["baseline_missing"]
-    return old
 
 
 def _run_cold(args: argparse.Namespace, device: torch.device, fla: bool, result: dict[str, Any], out: Path) -> None:

@@ -19,7 +19,7 @@ from flexsp.bench.gates import Normal, log_uniform
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["OWN", "RWKV7"]
+__all__ = ["OWN", "RWKV7", "xl_chunk"]
 
 _STATE = 16
 _DT = (0.001, 0.1)  # steps at initialisation
@@ -89,6 +89,19 @@ def _mamba(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
     return found | {"A": A, "D": normal(width), "delta_bias": log_uniform(normal(width), *_DT).expm1().log()}
 
 
+_OF_CHANNELS = ("A", "D", "delta_bias")
+
+
+def _channels_first(x: Inputs) -> Inputs:
+    """Tokens [B, D, T] of [B, T, D], each a leaf; what has no tokens is shared."""
+    turned = {name: y if name in _OF_CHANNELS else y.detach().transpose(1, 2).contiguous() for name, y in x.items()}
+    return {name: y if name == "do" else y.requires_grad_() for name, y in turned.items()}
+
+
+def _tokens_last(name: str, y: torch.Tensor) -> torch.Tensor:
+    return y if name in _OF_CHANNELS else y.transpose(1, 2)
+
+
 def _mamba3(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
     """Half the channels of B and C turn, by angles that all heads share."""
     rows = (shape.B, shape.T, shape.H)
@@ -130,18 +143,27 @@ def _mamba_ssm_mamba3(x: Inputs) -> torch.Tensor:
     return y
 
 
-_XL_CHUNK = _theirs(
-    "mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk",
-    autocast_kernel_dtype=torch.bfloat16,
-)  # fmt: skip
+def xl_chunk(chunk_size: int = 128) -> Peer:
+    """mlstm_kernels' op for training. Its layers have chunks of 64, and the op by itself of 128."""
+    op = _theirs(
+        "mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk",
+        autocast_kernel_dtype=torch.bfloat16, chunk_size=chunk_size, eps=1e-6,
+    )  # fmt: skip
+    return Peer("mlstm_kernels", op, _heads_first, _tokens_first)
+
+
+_SELECTIVE = _theirs("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", delta_softplus=True)
 OWN = (
     Case("hgrn", _ours("chunk_hgrn"), _theirs("fla.ops.hgrn", "chunk_hgrn"), draw=_hgrn),
     Case(
-        "mlstm", _ours("chunk_mlstm", head_first=False), None, draw=_mlstm,
-        others={"mlstm_kernels": Peer("mlstm_kernels", _XL_CHUNK, _heads_first, _tokens_first)},
+        "mlstm", _ours("chunk_mlstm", head_first=False, eps=1e-6), None, draw=_mlstm,
+        others={"mlstm_kernels": xl_chunk()},
     ),
     Case("rwkv7", _ours("chunk_rwkv7"), _theirs("fla.ops.rwkv7", "chunk_rwkv7", **RWKV7), draw=_rwkv7),
-    Case("mamba", _ours("selective_scan", delta_softplus=True), None, draw=_mamba),
+    Case(
+        "mamba", _ours("selective_scan", delta_softplus=True), None, draw=_mamba,
+        others={"mamba_ssm": Peer("mamba_ssm", _SELECTIVE, _channels_first, _tokens_last)},
+    ),
     Case(
         "mamba3", _ours_mamba3, None, draw=_mamba3,
         others={"mamba_ssm": Peer("mamba_ssm", _mamba_ssm_mamba3)},

@@ -15,7 +15,7 @@ TRAINED = ("mild", "initialised", "bounded", "unbounded")
 GATES = (*TRAINED, "none")
 """Kinds of log gates, of x in N(0, 1) for each token:
 
-mild: log sigmoid(x + 3), about -0.05.
+mild: log sigmoid(x + 3), about -0.07.
 initialised: -A softplus(x + b) with A uniform in 0..16 a head, and softplus(b) log-uniform in 0.001..0.1 a head, or a
     channel, as layers begin.
 bounded: -5 sigmoid(x), as Kimi Delta Attention with `safe_gate` has them.

@@ -85,7 +85,7 @@ def test_another_library_gets_its_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     def theirs(**given: Any) -> torch.Tensor:
         seen.append({key: tuple(x.shape) for key, x in given.items() if isinstance(x, torch.Tensor)})
         turned = {key: given[key].transpose(1, 2) for key in "qkvif"}
-        return ops.chunk_mlstm(**turned, head_first=False)[0].transpose(1, 2)
+        return ops.chunk_mlstm(**turned, head_first=False, eps=given["eps"])[0].transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(mlstm_chunkwise__xl_chunk=theirs))
     monkeypatch.setattr(beside, "find_spec", lambda name: name)

@@ -3,6 +3,7 @@ and the same in PyTorch."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -96,11 +97,16 @@ def _fla(op: str, **constants: Any) -> dict[str, Peer]:
     return {"fla": Peer("fla", _theirs(f"fla.ops.{op}", f"chunk_{op}", **constants))}
 
 
+@torch.compiler.disable
+@functools.cache
+def _made(name: str, H: int, K: int, V: int, dtype: torch.dtype, scale: float | None) -> Any:
+    return importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, dtype, scale)
+
+
 def _program(name: str, x: Inputs, scale: float | None = None) -> torch.Tensor:
     """The program flexsp.variants.NAME in PyTorch. The scale is K**-0.5 if it is None."""
     lead = x["q"]
-    make = importlib.import_module(f"flexsp.variants.{name}").make
-    return in_pytorch(make(lead.shape[2], lead.shape[3], x["v"].shape[3], lead.dtype, scale), x)
+    return in_pytorch(_made(name, lead.shape[2], lead.shape[3], x["v"].shape[3], lead.dtype, scale), x)
 
 
 def _rows(shape: Shape, dtype: torch.dtype, normal: Normal, **widths: tuple[int, int]) -> Inputs:

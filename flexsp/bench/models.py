@@ -83,6 +83,7 @@ def _run_layer(
     layer: Layer, case: Case, B: int, T: int, args: argparse.Namespace, device: torch.device, gb_s: float | None
 ) -> list[Row]:
     dtype, shape = getattr(torch, args.dtype), layer.shape(B, T)
+    torch.compiler.reset()  # code that is compiled for many layers would run eagerly in the end
     case, rows = _chosen(case, args, device)
     inputs = make_inputs(case, shape, dtype, device)
     found, missing = providers(case, inputs, True)

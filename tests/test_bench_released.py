@@ -136,26 +136,34 @@ def test_gates_are_those_of_the_kind(kind: str) -> None:
 
 def test_libraries_are_called_as_their_layers_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def library(module: str, name: str) -> None:
         def theirs(*args: Any, **given: Any) -> torch.Tensor:
             told[name] = {key: x for key, x in given.items() if not isinstance(x, torch.Tensor)}
-            return torch.zeros(1)
+            shapes[name] = {key: tuple(x.shape) for key, x in given.items() if isinstance(x, torch.Tensor)}
+            return torch.zeros(3, 3)[None] if module == "cudnn.linear_attention" else torch.zeros(1)
 
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: theirs}))
 
     library("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     library("mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk")
+    library("cudnn.linear_attention", "kimi_delta_attention")
     for op in ("kda", "rwkv7", "gated_delta_rule"):
         library(f"fla.ops.{op}", f"chunk_{op}")
-    for name, peer in (("Zamba2 7B", "mamba_ssm"), ("xLSTM-7B", "mlstm_kernels"), ("Kimi K3", "fla"),
-                       ("RWKV-7 2.9B", "fla"), ("Gated DeltaNet 8 x 256/256", "fla")):  # fmt: skip
+    for name, peer in (
+        ("Zamba2 7B", "mamba_ssm"), ("xLSTM-7B", "mlstm_kernels"), ("Kimi K3", "fla"), ("Kimi K3", "cudnn"),
+        ("RWKV-7 2.9B", "fla"), ("Gated DeltaNet 8 x 256/256", "fla"),
+    ):  # fmt: skip
         layer = _few_heads(NAMED[name])
         case = case_of(layer)
         assert case is not None
         of = case.others[peer]
         inputs = _inputs(layer, case, 3)
         of.op(inputs if of.prepare is None else of.prepare(inputs))
+    whole = shapes["kimi_delta_attention"]
+    assert whole["q"] == (3, 2, 128) and whole["dt_bias"] == (2, 128) and whole["cu_seqlens"] == (2,)
+    told.pop("kimi_delta_attention")
     raw = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
     assert told == {
         "mamba_chunk_scan_combined": {"chunk_size": 256, "dt_softplus": True},

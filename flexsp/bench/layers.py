@@ -97,6 +97,25 @@ def _fla(op: str, **constants: Any) -> dict[str, Peer]:
     return {"fla": Peer("fla", _theirs(f"fla.ops.{op}", f"chunk_{op}", **constants))}
 
 
+@functools.cache
+def _bounds(B: int, T: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, B * T + 1, T, dtype=torch.int32, device=device)
+
+
+def _cudnn(name: str, **how: Any) -> dict[str, Peer]:
+    """An op of cuDNN's frontend, which has tokens of all sequences in one axis, and `a_log` for `A_log`."""
+
+    def run(x: Inputs) -> torch.Tensor:
+        op, (B, T) = getattr(importlib.import_module("cudnn.linear_attention"), name), x["do"].shape[:2]
+        given = {key: y.flatten(0, 1) if y.dim() > 2 else y for key, y in _renamed(x, A_log="a_log").items()}
+        if name == "kimi_delta_attention":
+            given["dt_bias"] = x["dt_bias"].view(x["g"].shape[2:])
+        o: torch.Tensor = op(**given, cu_seqlens=_bounds(B, T, x["do"].device), **how)[0]
+        return o.unflatten(0, (B, T))
+
+    return {"cudnn": Peer("cudnn", run)}
+
+
 @torch.compiler.disable
 @functools.cache
 def _made(name: str, H: int, K: int, V: int, dtype: torch.dtype, scale: float | None) -> Any:
@@ -227,6 +246,7 @@ def _raw_delta(
 
 _IN_KERNEL = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 _SAFE = {"safe_gate": True, "lower_bound": BOUND}
+_CUDNN = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "safe_gate": True}
 
 
 def _units(x: torch.Tensor) -> torch.Tensor:
@@ -253,7 +273,8 @@ def _given_gates(kind: str, most: float = 1.0) -> Way:
     flashqla = Peer("flash_qla", _theirs("flash_qla", "chunk_gated_delta_rule", **how))
     return Way(
         partial(_gated_delta, kind=kind, most=most), _ours("chunk_gated_delta_rule", **how),
-        {**_fla("gated_delta_rule", **how), "flashqla": flashqla}, partial(_delta_naive, program="gated_deltanet"),
+        {**_fla("gated_delta_rule", **how), "flashqla": flashqla, **_cudnn("gated_delta_net", **how)},
+        partial(_delta_naive, program="gated_deltanet"),
     )  # fmt: skip
 
 
@@ -297,20 +318,22 @@ def _ways(kind: str) -> dict[str, Way]:
         ),
     }  # fmt: skip
     how = _IN_KERNEL | (_SAFE if kind == "bounded" else {})
+    cudnn = _cudnn("kimi_delta_attention", **_CUDNN, gate_lower_bound=BOUND) if kind == "bounded" else {}
     found["kda"] = Way(
-        partial(_raw_delta, kind=kind, wide=True), _ours("chunk_kda", **how), _fla("kda", **how),
+        partial(_raw_delta, kind=kind, wide=True), _ours("chunk_kda", **how), {**_fla("kda", **how), **cudnn},
         partial(_delta_naive, program="vector_gated_delta", raw=True, bounded=kind == "bounded"),
     )  # fmt: skip
     if kind == "bounded":
         return found
     scan = _theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", chunk_size=256, dt_softplus=True)
     found["mamba2"] = Way(
-        partial(_mamba2, kind=kind), _ours("mamba2_ssd", dt_softplus=True), {"mamba_ssm": Peer("mamba_ssm", scan)},
-        _mamba2_naive,
+        partial(_mamba2, kind=kind), _ours("mamba2_ssd", dt_softplus=True),
+        {"mamba_ssm": Peer("mamba_ssm", scan), **_cudnn("mamba2", dt_softplus=True)}, _mamba2_naive,
     )  # fmt: skip
     found["gated_deltanet"] = Way(  # as flash-linear-attention's layer calls it
         partial(_raw_delta, kind=kind, wide=False), _ours("chunk_gated_delta_rule", **_IN_KERNEL),
-        _fla("gated_delta_rule", **_IN_KERNEL), partial(_delta_naive, program="gated_deltanet", raw=True),
+        {**_fla("gated_delta_rule", **_IN_KERNEL), **_cudnn("gated_delta_net", **_CUDNN)},
+        partial(_delta_naive, program="gated_deltanet", raw=True),
     )  # fmt: skip
     return found
 

@@ -80,6 +80,7 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
         "flash_qla": version_of("flash-qla"),
         "mlstm_kernels": version_of("mlstm_kernels"),
         "mamba_ssm": version_of("mamba_ssm"),
+        "cudnn_frontend": version_of("nvidia-cudnn-frontend"),
         "device": "cpu",
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
     }

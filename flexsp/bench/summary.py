@@ -17,11 +17,12 @@ __all__ = [
 Result = dict[str, Any]
 _LIBRARIES = {
     "fla": "flash-linear-attention", "flashqla": "FlashQLA", "torch": "torch's context_parallel", "pytorch": "PyTorch",
+    "cudnn": "cuDNN",
 }  # fmt: skip
 _VERSIONS = (
     ("torch", "torch", ""), ("Triton", "triton", ""), ("flash-linear-attention", "flash_linear_attention", "fla"),
     ("FlashQLA", "flash_qla", "flashqla"), ("mlstm_kernels", "mlstm_kernels", "mlstm_kernels"),
-    ("mamba_ssm", "mamba_ssm", "mamba_ssm"),
+    ("mamba_ssm", "mamba_ssm", "mamba_ssm"), ("cuDNN frontend", "cudnn_frontend", "cudnn"),
 )  # fmt: skip
 """Name, key of a record, and in which rows it ran."""
 MODES = ("fwd", "fwd_bwd")

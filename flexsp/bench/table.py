@@ -21,6 +21,7 @@ _PEERS = {
     "flashqla": ("FlashQLA", "flash_qla"),
     "mlstm_kernels": ("mlstm_kernels", "mlstm_kernels"),
     "mamba_ssm": ("mamba_ssm", "mamba_ssm"),
+    "cudnn": ("cuDNN frontend", "cudnn_frontend"),
     "pytorch": ("PyTorch", ""),
     "torch.compile": ("torch.compile", ""),
 }

@@ -24,7 +24,7 @@ OPS = (
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 PEERS = ("fla", "flashqla", "torch")
-LIBRARIES = ("fla", "flashqla", "mamba_ssm", "mlstm_kernels")
+LIBRARIES = ("fla", "flashqla", "mamba_ssm", "mlstm_kernels", "cudnn")
 GATES = ("mild", "initialised", "bounded", "unbounded", "none")
 
 

@@ -131,7 +131,7 @@ STARTING = [
         "flexsp/bench/models.py",
         ("if not x <= limit", "if x > 1", "a library whose gradient is half off is not named",
          _RELEASED + "test_a_library_that_differs_is_named"),
-        ("results(Provider(\"float64\", case.ours, _wide(inputs)))", "results(Provider(\"float64\", case.ours, inputs))",
+        ('"float64", case.ours, _wide(inputs)', '"float64", case.ours, inputs',
          "float64 is no float64", _RELEASED + "test_bench_models_writes_what_ran_and_what_did_not"),
     ),
     *_in(

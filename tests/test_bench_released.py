@@ -231,6 +231,15 @@ def test_a_library_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, capsys
     start, _, exact = line.partition("; from float64 0.5, flexsp ")
     assert start == "off, RecurrentGemma 9B, 1 x 7: gradient of Lambda differs by 0.5" and float(exact) < 1e-5
 
+    def narrow(x: dict[str, torch.Tensor]) -> torch.Tensor:
+        if x["x"].dtype == torch.float64:
+            raise torch.OutOfMemoryError("no more")
+        return case.ours(x)
+
+    rows = models._run_layer(layer, replace(case, ours=narrow), 1, 7, args, CPU, None)  # type: ignore[arg-type]
+    assert [row["from_float64"] for row in rows if row["mode"] == "fwd_bwd" and "ms" in row] == [None, None]
+    assert "float64       not compared: out of memory" in capsys.readouterr().out
+
 
 def _measured(device: str, *rows: dict[str, Any]) -> dict[str, Any]:
     env = {"device": f"NVIDIA {device}", "commit": "abcdefgh", "torch": "2", "triton": "3", "mamba_ssm": "2.3"}

@@ -54,15 +54,22 @@ def _chosen(case: Case, args: argparse.Namespace, device: torch.device) -> tuple
     return replace(case, others=here), sorted(rows, key=lambda row: row["provider"])
 
 
-def _apart(found: list[Provider], reference: Inputs) -> dict[str, dict[str, float]]:
+def _results(of: Provider) -> Inputs | None:
+    """Output and gradients; None where they cannot be had, for want of memory."""
+    try:
+        return results(of)
+    except Exception as error:
+        print(f"    {of.name:14s}not compared: {refusal(error)}", flush=True)
+        return None
+
+
+def _apart(found: list[Provider], reference: Provider) -> dict[str, dict[str, float]]:
     """By provider, the differences of its results; without those that cannot be compared."""
-    apart = {}
-    for of in found:
-        try:
-            apart[of.name] = differences(results(of), reference)
-        except Exception as error:
-            print(f"    {of.name:14s}not compared: {refusal(error)}", flush=True)
-    return apart
+    against = _results(reference) if found else None
+    if against is None:
+        return {}
+    each = ((of.name, _results(of)) for of in found)
+    return {name: differences(x, against) for name, x in each if x is not None}
 
 
 def _wide(inputs: Inputs) -> Inputs:
@@ -75,8 +82,8 @@ def _from_float64(
 ) -> dict[str, dict[str, float]]:
     """By provider, the differences of its results over `args.check` tokens from ours in float64."""
     inputs = make_inputs(case, layer.shape(1, args.check), getattr(torch, args.dtype), device, seed=1)
-    exact = results(Provider("float64", case.ours, _wide(inputs)))
-    return _apart([of for of in providers(case, inputs, True)[0] if of.name in names], exact)
+    found = [of for of in providers(case, inputs, True)[0] if of.name in names]
+    return _apart(found, Provider("float64", case.ours, _wide(inputs)))
 
 
 def _run_layer(
@@ -92,7 +99,7 @@ def _run_layer(
     ran = [of for of in found if (of.name, "fwd_bwd") in functions]
     apart, exact = {}, {}
     if ran and ran[0].name == "flexsp":
-        apart = _apart(ran[1:], results(ran[0])) if ran[1:] else {}
+        apart = _apart(ran[1:], ran[0])
         exact = _from_float64(case, layer, [of.name for of in ran], args, device) if args.check else {}
     floors = {mode: floor_ms(case, shape, dtype, mode, gb_s) for mode in MODES}
     timed = time_calls(functions, inputs, floors, args, device)

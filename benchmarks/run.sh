@@ -12,6 +12,7 @@ python=${PYTHON:-python3}
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 
 "$python" -m flexsp bench op --out "$out" "$@"
+"$python" -m flexsp bench models --lengths 32768 --out "$out"
 ranks=1
 for n in 2 4 8; do
     if [ "$n" -le "$gpus" ]; then ranks=$ranks,$n; fi

@@ -12,6 +12,7 @@ _AUTO = "tests/test_transport.py::test_what_auto_takes"
 
 _HYBRID = "tests/test_train_hybrid.py::"
 _STEPS = "tests/test_train_hybrid_steps.py::"
+_RELEASED = "tests/test_bench_released.py::"
 
 STARTING = [
     *_in(
@@ -94,6 +95,48 @@ STARTING = [
         "flexsp/bench/scale.py",
         ("gpus or _RANKS_A_CORE * cores", "gpus or 1000", "a hundred processes start on two cores",
          "tests/test_bench.py::test_world_sizes_that_cannot_start_are_refused"),
+    ),
+    *_in(
+        "flexsp/bench/gates.py",
+        ("return BOUND * raw.sigmoid()", "return 2 * BOUND * raw.sigmoid()", "bounded gates are below the bound",
+         "tests/test_bench.py::test_gates_are_drawn_as_asked"),
+        ("torch.full_like(bias, -3.0)", "torch.full_like(bias, -2.0)", "mild gates are stronger where an op makes them",
+         _RELEASED + "test_gates_are_those_of_the_kind"),
+    ),
+    *_in(
+        "flexsp/bench/own_inputs.py",
+        ('"safe_gate": True, "lower_bound"', '"safe_gate": False, "lower_bound"', "RWKV-7's peer has a slow setting",
+         _RELEASED + "test_libraries_are_called_as_their_layers_call_them"),
+    ),
+    *_in(
+        "flexsp/bench/cases.py",
+        (', promised={"safe_gate": True}', "", "KDA's peer does not know that gates are bounded",
+         "tests/test_bench_peers.py::test_other_libraries_are_called_as_their_layers_call_them"),
+    ),
+    *_in(
+        "flexsp/bench/layers.py",
+        ("chunk_size=256", "chunk_size=64", "mamba_ssm's scan has other chunks than its layer",
+         _RELEASED + "test_libraries_are_called_as_their_layers_call_them"),
+        ("_SAFE if kind ==", "_SAFE if kind !=", "KDA's bound is promised for the wrong gates",
+         _RELEASED + "test_libraries_are_called_as_their_layers_call_them"),
+        ('x["x"] * step.unsqueeze(-1)', 'x["x"]', "Mamba-2 in PyTorch leaves out the step size",
+         _RELEASED + "test_an_op_in_pytorch_is_the_op"),
+    ),
+    *_in(
+        "flexsp/bench/beside.py",
+        ("missing += [", "_ = [", "a library that is not installed is left out silently",
+         _RELEASED + "test_a_library_that_differs_is_named"),
+    ),
+    *_in(
+        "flexsp/bench/models.py",
+        ("if not x <= limit", "if x > 1", "a library whose gradient is half off is not named",
+         _RELEASED + "test_a_library_that_differs_is_named"),
+        ('"float64", case.ours, _wide(inputs)', '"float64", case.ours, inputs',
+         "float64 is no float64", _RELEASED + "test_bench_models_writes_what_ran_and_what_did_not"),
+    ),
+    *_in(
+        "flexsp/bench/table.py",
+        ("min(libraries or rows", "min(rows", "the fastest library is PyTorch", _RELEASED + "test_tables_of_released_layers"),
     ),
     *_in(
         "examples/train_hybrid.py",

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.bench import op, plot, ranks, record, table
+from flexsp.bench import beside, op, plot, ranks, record, table
 from flexsp.bench.cases import CASES, Shape, forward_backward, make_inputs
+from flexsp.bench.gates import decays
 from flexsp.bench.sizes import DEFAULTS, choose
 from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
@@ -113,15 +114,21 @@ def test_gates_are_drawn_as_asked() -> None:
         return make_inputs(CASES[name], shape, torch.float32, CPU, gates=gates)["g"].detach().double()
 
     assert not drawn("none").any() and drawn("initialised", "kda").shape == (1, 400, 64, 8)
-    torch.testing.assert_close(drawn("usual").neg().expm1().log().neg().mean().item(), 3.0, rtol=0, atol=0.05)
+    torch.testing.assert_close(drawn("mild").neg().expm1().log().neg().mean().item(), 3.0, rtol=0, atol=0.05)
     g = drawn("initialised")  # the median over tokens is -A dt
     middle = -g.median(dim=1).values
     assert g.max() <= 0 and 0 <= middle.min() < 0.02 and 0.2 < middle.max() < 16 * 0.12
-    with pytest.raises(ValueError, match="gates: expected one of usual, initialised, none, got 'strong'"):
+    g = drawn("bounded", "kda")
+    assert -5 < g.min() < -4.5 and -0.5 < g.max() < 0 and abs(g.mean() + 2.5) < 0.05
+    A = decays("unbounded", (4000,), torch.randn).A
+    assert 7 < A.mean() < 9 and 100 < A.max() <= 200 and drawn("unbounded").min() < drawn("initialised").min()
+    spread = [torch.randn(9000).add(3).sigmoid().log(), -torch.nn.functional.softplus(torch.randn(9000) - 3)]
+    torch.testing.assert_close(*(x.quantile(torch.tensor([0.2, 0.5, 0.8])) for x in spread), rtol=0.1, atol=0)
+    with pytest.raises(ValueError, match="gates: expected one of mild, .*, none, got 'strong'"):
         drawn("strong")
     with pytest.raises(ValueError, match="H: expected a multiple of 2 for gated_delta_rule_shared_keys, got 3"):
         make_inputs(CASES["gated_delta_rule_shared_keys"], Shape(1, 4, 3, 4, 4), torch.float32, CPU)
-    with pytest.raises(ValueError, match="gates: expected usual for mlstm, got 'none'"):
+    with pytest.raises(ValueError, match="gates: expected mild for mlstm, got 'none'"):
         make_inputs(CASES["mlstm"], Shape(1, 4, 3, 4, 4), torch.float32, CPU, gates="none")
 
 
@@ -234,9 +241,9 @@ def test_bench_op_goes_on_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     wanted = (("retention", 16), ("retention", 32), ("lightning", 32))
     assert found == [(*key, mode) for key in wanted for mode in ("fwd", "fwd_bwd")]
     assert result["environment"]["command"].count("flexsp bench op") == 2 and not path.exists()
-    assert result["gates"] == "usual"
+    assert result["gates"] == "mild"
     assert main([*words, "--ops", "retention", "--T", "32", "--add", str(moved), "--gates", "none"]) == 1
-    assert "--add: expected a file of gates none, got usual" in capsys.readouterr().err
+    assert "--add: expected a file of gates none, got mild" in capsys.readouterr().err
     result["environment"]["torch"] = "1.0"
     record.save(moved, result)
     assert main([*words, "--ops", "retention", "--T", "32", "--add", str(moved)]) == 1
@@ -310,8 +317,8 @@ def test_peak_memory_is_repeated_from_an_empty_cache(monkeypatch: pytest.MonkeyP
     for name, result in (("empty_cache", None), ("reset_peak_memory_stats", None), ("memory_allocated", 1 << 30)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name, result=result: (log.append(name), result)[1])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: next(peaks))
-    monkeypatch.setattr(op, "synchronize", lambda _: None)
-    found = op._peak_gib(lambda: log.append("call"), {}, torch.device("cuda"), repeats=3)
+    monkeypatch.setattr(beside, "synchronize", lambda _: None)
+    found = beside.peak_gib(lambda: log.append("call"), {}, torch.device("cuda"), repeats=3)
     assert found == {"median": 3.0, "min": 2.0, "max": 4.0, "n": 3}
     assert log == ["call", *["empty_cache", "memory_allocated", "reset_peak_memory_stats", "call"] * 3]
 
@@ -435,7 +442,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "expected a flexsp result file" in capsys.readouterr().err
     (tmp_path / "z.json").write_text(json.dumps({"kind": "experiments"}))
     assert main(["bench", "table", str(tmp_path / "z.json")]) == 1
-    kinds = "op, scale, host, traffic, sanitize, model"
+    kinds = "op, scale, host, traffic, sanitize, model, released"
     expected = f"z.json: expected a result of kind {kinds}, got 'experiments'"
     assert expected in capsys.readouterr().err
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))

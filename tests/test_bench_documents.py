@@ -124,7 +124,7 @@ def test_a_document_is_written_from_one_file_of_each_measurement(
     path.write_text("<!-- measured: poem host_x_20260101.json -->\n<!-- /measured -->\n")
     assert main(["bench", "document", str(path)]) == 1
     assert (
-        "expected a part of kind beside_ranks, exchanges, hosts, models, operators, readme, "
+        "expected a part of kind beside_ranks, exchanges, hosts, models, operators, ratios, readme, "
         in capsys.readouterr().err
     )
 

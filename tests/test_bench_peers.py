@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexsp import ops
-from flexsp.bench import op, scale, table
+from flexsp.bench import beside, scale, table
 from flexsp.bench.cases import CASES, Shape, make_inputs
 from flexsp.bench.peers import peer_over_ranks
 from flexsp.launch.cli import main, parser
@@ -31,7 +31,7 @@ def test_peers_stand_beside_their_own_single_rank(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(scale, "_operator", lambda case, sp, mode, inputs: lambda: torch.ones(4))
     off = {"fla": (lambda x: x["q"], lambda x: torch.ones(4) * 1.01), "flashqla": None}
-    monkeypatch.setattr(scale, "peer_over_ranks", lambda peer, case, T, world, heads: off[peer])
+    monkeypatch.setattr(scale, "peer_over_ranks", lambda peer, case, T, world, heads, promised: off[peer])
     args = parser().parse_args(["bench", "scale", *TOY, "--peers", "fla,flashqla"])
     rows = scale._scale_rows(aligned, {"chain": sp}, args, scale.CASES["kda"], 64)  # type: ignore[arg-type]
     found = {row["schedule"]: row for row in rows if row["mode"] == "fwd_bwd"}
@@ -45,10 +45,10 @@ def test_peers_stand_beside_their_own_single_rank(monkeypatch: pytest.MonkeyPatc
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["bench", "scale", *TOY, "--peers", "fla"]) == 1
     assert "--peers: expected GPUs, got ranks on cpu" in capsys.readouterr().err
-    assert all(peer_over_ranks(*x, 64, 2, 4) is None for x in (("flashqla", "kda"), ("fla", "delta_rule")))
+    assert all(peer_over_ranks(*x, 64, 2, 4, {}) is None for x in (("flashqla", "kda"), ("fla", "delta_rule")))
     monkeypatch.setattr("flexsp.bench.peers.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="peers: expected the module 'flash_qla' of 'flashqla'"):
-        peer_over_ranks("flashqla", "gated_delta_rule", 64, 2, 4)
+        peer_over_ranks("flashqla", "gated_delta_rule", 64, 2, 4, {})
 
 
 def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +66,11 @@ def test_another_library_refuses_and_the_run_goes_on(monkeypatch: pytest.MonkeyP
 
     for module in ("fla.ops.gated_delta_rule", "flash_qla"):
         monkeypatch.setitem(sys.modules, module, peer(module))
-    monkeypatch.setattr(op, "find_spec", lambda name: name)
+    monkeypatch.setattr(beside, "find_spec", lambda name: name)
     case = CASES["gated_delta_rule_shared_keys"]
     inputs = make_inputs(case, Shape(1, 9, 2, 4, 4), torch.float32, CPU)
-    functions = op._functions(case, inputs, fla=True)
-    (refused,) = op._warm(functions, CPU)
+    functions = beside.calls(beside.providers(case, inputs, fla=True)[0])
+    (refused,) = beside.warm(functions, CPU)
     assert (refused["provider"], refused["mode"]) == ("fla", "fwd_bwd") and "refused" in refused["error"]
     ran = {(p, mode) for p in ("flexsp", "flashqla") for mode in ("fwd", "fwd_bwd")} | {("fla", "fwd")}
     assert set(functions) == ran
@@ -85,13 +85,14 @@ def test_another_library_gets_its_layout(monkeypatch: pytest.MonkeyPatch) -> Non
     def theirs(**given: Any) -> torch.Tensor:
         seen.append({key: tuple(x.shape) for key, x in given.items() if isinstance(x, torch.Tensor)})
         turned = {key: given[key].transpose(1, 2) for key in "qkvif"}
-        return ops.chunk_mlstm(**turned, head_first=False)[0].transpose(1, 2)
+        return ops.chunk_mlstm(**turned, head_first=False, eps=given["eps"])[0].transpose(1, 2)
 
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(mlstm_chunkwise__xl_chunk=theirs))
-    monkeypatch.setattr(op, "find_spec", lambda name: name)
+    monkeypatch.setattr(beside, "find_spec", lambda name: name)
     inputs = make_inputs(CASES["mlstm"], Shape(1, 9, 2, 4, 8), torch.float32, CPU)
-    functions = op._functions(CASES["mlstm"], inputs, fla=True)
-    assert ("mlstm_kernels", "fwd") in op._functions(CASES["mlstm"], inputs, fla=True)
+    found, _ = beside.providers(CASES["mlstm"], inputs, fla=True)
+    functions = beside.calls(found)
+    assert ("mlstm_kernels", "fwd") in functions
     for mode in ("fwd", "fwd_bwd"):
         ours, other = functions["flexsp", mode](), functions["mlstm_kernels", mode]()
         pairs = [(ours, other)] if mode == "fwd" else list(zip(ours, other, strict=True))  # type: ignore[call-overload]
@@ -99,3 +100,21 @@ def test_another_library_gets_its_layout(monkeypatch: pytest.MonkeyPatch) -> Non
             torch.testing.assert_close(a.transpose(1, 2), b)
     wide = (1, 2, 9, 4)
     assert seen[0] == {"q": wide, "k": wide, "v": (1, 2, 9, 8), "i": (1, 2, 9), "f": (1, 2, 9)}
+
+
+def test_other_libraries_are_called_as_their_layers_call_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention's layers promise bounds on gates, with which its kernels are faster."""
+    told: list[set[str]] = []
+
+    def theirs(**given: Any) -> tuple[torch.Tensor, None]:
+        told.append({name for name, x in given.items() if not isinstance(x, torch.Tensor)})
+        return torch.zeros(1), None
+
+    for name in ("rwkv7", "kda"):
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{f"chunk_{name}": theirs}))
+    for name, bounded in (("rwkv7", False), ("kda", True), ("kda", False)):
+        inputs = make_inputs(CASES[name], Shape(1, 3, 2, 4, 4), torch.float32, CPU)
+        found, missing = beside.providers(CASES[name], inputs, fla=True, bounded=bounded)
+        found[1].forward()
+        assert found[1].name == "fla" and not missing
+    assert told == [{"safe_gate", "lower_bound", "chunk_size"}, {"safe_gate"}, set()]

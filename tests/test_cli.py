@@ -22,14 +22,18 @@ FLAGS = {
         "--optimizer", "--no-checkpointing", "--network", "--json",
     ],
     "bench op": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--ops",
-        "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
+        "--ops", "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
         "--cold-timeout", "--repeats", "--add", "--time-limit", "--bandwidth",
     ],
     "bench scale": [
-        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--case",
-        "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states", "--state-batches",
-        "--state-segments",
+        "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
+        "--case", "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states",
+        "--state-batches", "--state-segments",
+    ],
+    "bench models": [
+        "--only", "--lengths", "--B", "--gates", "--peers", "--naive", "--check", "--device", "--dtype", "--warmup",
+        "--iterations", "--out", "--repeats", "--add", "--time-limit", "--bandwidth",
     ],
     "bench host": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--ops", "--T",
@@ -78,7 +82,7 @@ def test_names_agree_with_what_they_run() -> None:
     assert scale.case == ["simple_gla"] and scale.ranks is None
     several = cli.parser().parse_args(["bench", "scale", "--case", "all", "--ranks", "1,2,4"])
     assert several.case == list(CASES) and several.ranks == [1, 2, 4]
-    assert [cli.parser().parse_args(["bench", "op", "--gates", x]).gates for x in GATES] == list(GATES)
+    assert [cli.parser().parse_args(["bench", "op", "--gates", x]).gates for x in cli.GATES] == list(GATES)
 
 
 @pytest.mark.parametrize(

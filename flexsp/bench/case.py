@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-__all__ = ["GATES", "Case", "Inputs", "Op", "Peer", "Shape", "baseline_available", "forward_backward", "make_inputs"]
+from flexsp.bench.gates import GATES, Normal, log_gates
 
-GATES = ("usual", "initialised", "none")
+__all__ = [
+    "GATES", "Case", "Inputs", "Op", "Peer", "Shape", "baseline_available", "floor_ms",
+    "forward_backward", "make_inputs",
+]  # fmt: skip
+
 Inputs = dict[str, torch.Tensor]
 Op = Callable[..., torch.Tensor]  # of the inputs and, for ours, of `sp`
-Normal = Callable[..., torch.Tensor]  # of sizes: N(0, 1) in float32
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's operator: the module that must be there, the call, and inputs in its layout made of ours."""
+    """Another library's operator: the module that must be there, the call, and inputs in its layout made of ours.
+
+    back: its output, named "o", or the gradient of an input, in our layout.
+    """
 
     module: str
     op: Op
     prepare: Callable[[Inputs], Inputs] | None = None
+    back: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Case:
 
     wide: gates a channel; shared: one q and one k serve all heads; groups: heads that share a q and a k; steps: rows of
     k, v and beta a token. draw: inputs of other names, of a shape, a dtype and a source of random numbers, with "do".
-    others: further libraries by name.
+    promised: arguments of the baseline where no log gate is below `flexsp.bench.gates.BOUND`. others: further libraries
+    by name.
     """
 
     name: str
@@ -60,6 +69,7 @@ class Case:
     groups: int = 1
     steps: int = 1
     draw: Callable[[Shape, torch.dtype, Normal], Inputs] | None = None
+    promised: Mapping[str, Any] = field(default_factory=dict)
     others: Mapping[str, Peer] = field(default_factory=dict)
 
     def floor_bytes(self, shape: Shape, itemsize: int, backward: bool) -> int:
@@ -86,15 +96,15 @@ class Case:
 
 
 def make_inputs(
-    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, gates: str = "usual"
+    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int = 0, gates: str = "mild"
 ) -> Inputs:
     """Fresh random leaves q, k, v (and log gates g <= 0, one of `GATES`), and the output gradient do."""
     if shape.H % case.groups:
         raise ValueError(f"H: expected a multiple of {case.groups} for {case.name}, got {shape.H}")
     generator = torch.Generator(device=device).manual_seed(seed)
     if case.draw is not None:
-        if gates != "usual":
-            raise ValueError(f"gates: expected usual for {case.name}, got {gates!r}")
+        if gates != "mild":
+            raise ValueError(f"gates: expected mild for {case.name}, got {gates!r}")
         inputs = case.draw(shape, dtype, lambda *size: torch.randn(size, device=device, generator=generator))
         return {name: x if name == "do" else x.requires_grad_() for name, x in inputs.items()}
     rows = shape.T * case.steps
@@ -110,7 +120,8 @@ def make_inputs(
     inputs = {"q": q, "k": k, "v": normal(shape.V, tokens=rows)}
     if case.gated:
         size = (shape.B, shape.T, shape.H, *([shape.K] if case.wide else []))
-        inputs["g"] = _gates(gates if case.name != "mamba2" else "usual", size, generator)
+        kind = gates if case.name != "mamba2" else "mild"
+        inputs["g"] = log_gates(kind, size, lambda *n: torch.randn(n, device=device, generator=generator))
     if case.beta:
         inputs["k"] = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
         raw = torch.randn(shape.B, rows, shape.H, device=device, generator=generator)
@@ -121,20 +132,9 @@ def make_inputs(
     return inputs
 
 
-def _gates(kind: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Log gates [B, T, H] or [B, T, H, K]. "initialised": -A softplus(N(0, 1) + b), with A uniform in 0..16 a head and
-    softplus(b) log-uniform in 0.001..0.1 a head, or a channel: as layers begin."""
-    if kind not in GATES:
-        raise ValueError(f"gates: expected one of {', '.join(GATES)}, got {kind!r}")
-    device = generator.device
-    if kind == "none":
-        return torch.zeros(size, device=device)
-    raw = torch.randn(size, device=device, generator=generator)
-    if kind == "usual":
-        return torch.nn.functional.logsigmoid(raw + 3.0)
-    A = 16 * torch.rand(size[2], *[1] * (len(size) - 3), device=device, generator=generator)
-    dt = 1e-3 * 100 ** torch.rand(size[2:], device=device, generator=generator)
-    return -A * torch.nn.functional.softplus(raw + dt.expm1().log())
+def floor_ms(case: Case, shape: Shape, dtype: torch.dtype, mode: str, gb_s: float | None) -> float | None:
+    """Milliseconds of the bytes that a mode cannot avoid moving; None where no bandwidth is known."""
+    return case.floor_bytes(shape, dtype.itemsize, mode == "fwd_bwd") / (gb_s * 1e6) if gb_s else None
 
 
 def forward_backward(op: Op, inputs: Inputs) -> tuple[torch.Tensor, ...]:

@@ -16,6 +16,7 @@ from flexsp.bench.case import (
     Peer,
     Shape,
     baseline_available,
+    floor_ms,
     forward_backward,
     make_inputs,
 )  # fmt: skip
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
 __all__ = [
-    "CASES", "GATES", "Case", "Inputs", "Op", "Shape", "baseline_available", "forward_backward", "make_inputs",
-    "variant_of",
+    "CASES", "GATES", "Case", "Inputs", "Op", "Shape", "baseline_available", "floor_ms", "forward_backward",
+    "make_inputs", "variant_of",
 ]  # fmt: skip
 
 
@@ -129,9 +130,9 @@ def _delta(name: str, **constants: Any) -> Op:
 def _peer_delta(module: str, name: str, **constants: Any) -> Op:
     """The same of another library, which is imported by the first call."""
 
-    def run(x: Inputs) -> torch.Tensor:
+    def run(x: Inputs, **promised: Any) -> torch.Tensor:
         op = getattr(importlib.import_module(module), f"chunk_{name}")
-        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants)[0]
+        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants, **promised)[0]
         return o
 
     return run
@@ -161,7 +162,7 @@ CASES = {
         _delta_case("delta_rule", "delta_rule", gated=False),
         _delta_case("gated_delta_rule", "gated_delta_rule", flashqla=True),
         _delta_case("gated_delta_rule_shared_keys", "gated_delta_rule", flashqla=True, groups=2),
-        _delta_case("kda", "kda", wide=True),
+        _delta_case("kda", "kda", wide=True, promised={"safe_gate": True}),
         _delta_case("gated_delta_product", "gated_delta_product", steps=2),
         *OWN,
     )

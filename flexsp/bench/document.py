@@ -21,6 +21,8 @@ from flexsp.bench.summary import (
     library,
     models,
     operators,
+    ratios,
+    released,
     sanitizers,
     traffic,
     versions,
@@ -116,21 +118,27 @@ _KINDS: dict[str, Callable[[Sequence[Path]], str]] = {
     "hosts": hosts,
     "models": models,
     "operators": operators,
+    "ratios": ratios,
     "readme": lambda paths: readme([load(path) for path in paths]),
+    "released": released,
     "sanitizers": sanitizers,
     "speed": _speed,
     "traffic": traffic,
 }
 
 
-def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+_MAY_BE_EMPTY = ("ratios", "released")
+"""Kinds whose part says that nothing was measured where there are no files."""
+
+
+def _files(folder: Path, patterns: Sequence[str], kind: str) -> list[Path]:
     """The files of all patterns; an error where one has none, or one measurement of two dates."""
     found: list[Path] = []
     for pattern in patterns:
         paths = sorted(folder.glob(pattern))
         stems = [re.sub(r"_\d{8}$", "", path.stem) for path in paths]
         twice = sorted({stem for stem in stems if stems.count(stem) > 1})
-        if not paths or twice:
+        if (not paths and kind not in _MAY_BE_EMPTY) or twice:
             got = f"several dates of {', '.join(twice)}" if twice else "none"
             raise ValueError(f"{pattern}: expected one result file of each measurement, got {got}")
         found += paths
@@ -140,7 +148,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 def sources(document: Path) -> list[Path]:
     """Result files that a document shows."""
     parts = _PART.finditer(document.read_text())
-    return [path for part in parts for path in _files(document.parent, part[3].split())]
+    return [path for part in parts for path in _files(document.parent, part[3].split(), part[2])]
 
 
 def refreshed(document: Path) -> str:
@@ -150,7 +158,7 @@ def refreshed(document: Path) -> str:
         start, kind, patterns, _, end = match.groups()
         if kind not in _KINDS:
             raise ValueError(f"{document}: expected a part of kind {', '.join(_KINDS)}, got {kind!r}")
-        return f"{start}{_KINDS[kind](_files(document.parent, patterns.split()))}\n{end}"
+        return f"{start}{_KINDS[kind](_files(document.parent, patterns.split(), kind))}\n{end}"
 
     return _PART.sub(part, document.read_text())
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexsp.bench.cases import CASES, Case, Inputs, Op, Shape, baseline_available, forward_backward, make_inputs
+from flexsp.bench.beside import calls, copy_bandwidth, print_rows, providers, time_calls, warm
+from flexsp.bench.cases import CASES, Case, Shape, baseline_available, floor_ms, make_inputs
 from flexsp.bench.cold import first_call
-from flexsp.bench.record import environment, file_stem, load_kind, save, spread_of
+from flexsp.bench.gates import at_least_bound
+from flexsp.bench.record import continued, environment, file_stem, save, spread_of
 from flexsp.bench.sizes import choose
-from flexsp.bench.timing import measure, spread, synchronize
+from flexsp.bench.variant import variant_case
 
 __all__ = ["TARGETS", "Target", "judge", "run"]
 
 Row = dict[str, Any]
-AHEAD_MS = 2.0
 
 
 class Target:
@@ -109,120 +108,17 @@ def judge(rows: list[Row], cold: list[Row]) -> list[Row]:
     return verdicts
 
 
-def _peak_gib(
-    function: Callable[[], object], inputs: dict[str, torch.Tensor], device: torch.device, repeats: int
-) -> dict[str, float] | None:
-    """Peak memory of a call with its inputs, over repeated calls that each start from an empty cache."""
-    if device.type != "cuda":
-        return None
-    function()
-    peaks = []
-    for _ in range(repeats):
-        synchronize(device)
-        gc.collect()
-        torch.cuda.empty_cache()
-        others = torch.cuda.memory_allocated(device) - sum(t.numel() * t.element_size() for t in inputs.values())
-        torch.cuda.reset_peak_memory_stats(device)
-        function()
-        synchronize(device)
-        peaks.append((torch.cuda.max_memory_allocated(device) - max(others, 0)) / 2**30)
-    return spread(peaks).as_dict()
-
-
-def _functions(case: Case, inputs: Inputs, fla: bool) -> dict[tuple[str, str], Callable[[], object]]:
-    def forward(op: Op, given: Inputs) -> Callable[[], object]:
-        def call() -> object:
-            with torch.no_grad():
-                return op(given)
-
-        return call
-
-    functions: dict[tuple[str, str], Callable[[], object]] = {}
-
-    def add(provider: str, op: Op, given: Inputs) -> None:
-        functions[provider, "fwd"] = forward(op, given)
-        functions[provider, "fwd_bwd"] = lambda: forward_backward(op, given)
-
-    add("flexsp", case.ours, inputs)
-    if fla and case.baseline is not None:
-        add("fla", case.baseline, inputs)
-    for provider, peer in case.others.items():
-        if fla and find_spec(peer.module) is not None:
-            add(provider, peer.op, inputs if peer.prepare is None else peer.prepare(inputs))
-    return functions
-
-
-def _warm(functions: dict[tuple[str, str], Callable[[], object]], device: torch.device) -> list[Row]:
-    """First calls, compiling and tuning; drops and reports the ones that refuse to run."""
-    refused = []
-    for key in list(functions):
-        began = time.perf_counter()
-        try:
-            functions[key]()
-            synchronize(device)
-        except Exception as error:
-            if key[0] == "flexsp":
-                raise
-            refused.append({"provider": key[0], "mode": key[1], "error": f"{type(error).__name__}: {error}"[:300]})
-            del functions[key]
-        print(f"    {key[0]:14s}{key[1]:8s} first call {time.perf_counter() - began:7.2f} s", flush=True)
-    return refused
-
-
 def _run_case(
     case: Case, shape: Shape, args: argparse.Namespace, device: torch.device, fla: bool, gb_s: float | None
 ) -> list[Row]:
     dtype = getattr(torch, args.dtype)
-    inputs = make_inputs(case, shape, dtype, device, gates=args.gates)
-    functions = _functions(case, inputs, fla)
-    rows: list[Row] = [{"case": case.name, "T": shape.T, **row} for row in _warm(functions, device)]
-    for mode in ("fwd", "fwd_bwd"):
-        chosen = {provider: call for (provider, m), call in functions.items() if m == mode}
-        peaks = {provider: _peak_gib(call, inputs, device, args.repeats) for provider, call in chosen.items()}
-        options = {"warmup": args.warmup, "iterations": args.iterations}
-        eager = measure(chosen, device, **options)
-        ahead = measure(chosen, device, **options, ahead_ms=AHEAD_MS) if device.type == "cuda" else eager
-        floor = case.floor_bytes(shape, dtype.itemsize, mode == "fwd_bwd") / (gb_s * 1e6) if gb_s else None
-        for provider, timing in eager.items():
-            rows.append(
-                {
-                    "case": case.name,
-                    "T": shape.T,
-                    "mode": mode,
-                    "provider": provider,
-                    "ms": timing.as_dict(),
-                    "device_ms": ahead[provider].as_dict(),
-                    "floor_ms": floor,
-                    "over_floor": timing.median / floor if floor else None,
-                    "peak_gib": peaks[provider],
-                }
-            )
-    return rows
-
-
-def _print_rows(rows: list[Row]) -> None:
-    for row in rows:
-        head = f"  {row['case']:29s}{row['T']:7d} {row['mode']:8s}{row['provider']:14s}"
-        if "error" in row:
-            print(f"{head} {row['error']}", flush=True)
-            continue
-        ms, peak = row["ms"], row["peak_gib"]
-        text = f"{head}{ms['median']:9.3f} ms [{ms['p20']:.3f}, {ms['p80']:.3f}]"
-        if row["floor_ms"] is not None:
-            device = f"  device {row['device_ms']['median']:.3f}"
-            text += f"{device}  floor {row['floor_ms']:.3f} (x{row['over_floor']:.1f})"
-        if peak is not None:
-            text += f"  peak {peak['median']:.2f} GiB [{peak['min']:.2f}, {peak['max']:.2f}]"
-        print(text, flush=True)
-
-
-def _copy_bandwidth(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    timing = measure({"copy": lambda: target.copy_(source)}, device, iterations=20, flush=False, ahead_ms=AHEAD_MS)
-    return 2 * source.numel() / timing["copy"].median / 1e6
+    inputs = make_inputs(case, shape, dtype, device, gates=args.gates if args.variant is None else "mild")
+    found, missing = providers(case, inputs, fla, bounded=at_least_bound(args.gates))
+    functions = calls(found)
+    rows = missing + warm(functions, device)
+    floors = {mode: floor_ms(case, shape, dtype, mode, gb_s) for mode in ("fwd", "fwd_bwd")}
+    rows += time_calls(functions, inputs, floors, args, device)
+    return [{"case": case.name, "T": shape.T, **row} for row in rows]
 
 
 def _empty_result(
@@ -250,12 +146,13 @@ def run(args: argparse.Namespace) -> int:
     choose(args, device.type)
     missing = "not asked for" if args.no_baseline else baseline_available() if device.type == "cuda" else "CPU run"
     record = environment(device, args.argv)
-    copied = _copy_bandwidth(device)
+    cases = [CASES[name] for name in args.ops] if args.variant is None else [variant_case(args, device)]
+    copied = copy_bandwidth(device)
     bandwidth = args.bandwidth or copied
     result = _empty_result(args, record, missing, bandwidth, copied)
-    stem = file_stem("op", record)
+    stem = file_stem("op" if args.variant is None else f"op_{cases[0].name}", record)
     if args.add:
-        result, stem = _continued(Path(args.add), result), Path(args.add).stem
+        result, stem = continued(Path(args.add), result), Path(args.add).stem
     out = Path(args.out) / f"{stem}.json"
     speed = f", copy {copied:.0f} GB/s" if copied else ""
     print(
@@ -264,20 +161,22 @@ def run(args: argparse.Namespace) -> int:
         flush=True,
     )
     deadline = time.monotonic() + args.time_limit if args.time_limit else None
-    for name in args.ops:
-        for T in args.T:
+    for case in cases:
+        for name, T in [(case.name, T) for T in args.T]:
             if deadline is not None and time.monotonic() > deadline:
                 result.setdefault("skipped", []).append([name, T])
                 print(f"  {name} T={T}: skipped, past --time-limit", flush=True)
                 continue
             fla = missing is None and name in (args.baseline_ops or args.ops) and T in (args.baseline_T or args.T)
-            rows = _run_case(CASES[name], Shape(args.B, T, args.H, args.K, args.V), args, device, fla, bandwidth)
+            beside = fla or args.variant is not None  # the same program in PyTorch
+            rows = _run_case(case, Shape(args.B, T, args.H, args.K, args.V), args, device, beside, bandwidth)
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            _print_rows(rows)
+            print_rows(rows)
             result["rows"] = [row for row in result["rows"] if (row["case"], row["T"]) != (name, T)] + rows
             save(out, result)
-    _run_cold(args, device, missing is None, result, out)
+    if args.variant is None:
+        _run_cold(args, device, missing is None, result, out)
     result["targets"] = judge(result["rows"], result["cold"]) if device.type == "cuda" else []
     save(out, result)
     for verdict in result["targets"]:
@@ -285,23 +184,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {verdict['verdict']:13s}{value:>8s} <= {verdict['limit']:<5g} {verdict['target']}")
     print(f"wrote {out}")
     return int(args.strict and any(verdict["verdict"] == "MISS" for verdict in result["targets"]))
-
-
-def _continued(path: Path, new: dict[str, Any]) -> dict[str, Any]:
-    """The result of an earlier part of a run, to go on with; ValueError where it was another run."""
-    [old] = load_kind([path], "op")
-    for what in ("commit", "dirty", "device", "torch", "triton"):
-        if old["environment"][what] != new["environment"][what]:
-            found = (new["environment"][what], old["environment"][what])
-            raise ValueError(f"--add: expected a file of {what} {found[0]}, got {found[1]} in {path}")
-    if old["shape"] != new["shape"]:
-        raise ValueError(f"--add: expected a file of shape {new['shape']}, got {old['shape']} in {path}")
-    if old.get("gates", "usual") != new["gates"]:
-        raise ValueError(f"--add: expected a file of gates {new['gates']}, got {old.get('gates', 'usual')} in {path}")
-    old.pop("skipped", None)
-    old["environment"]["command"] += "; " + new["environment"]["command"]
-    old["baseline_missing"] = old["baseline_missing"] and new["baseline_missing"]
-    return old
 
 
 def _run_cold(args: argparse.Namespace, device: torch.device, fla: bool, result: dict[str, Any], out: Path) -> None:

@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from flexsp.bench.case import Case, Inputs, Normal, Op, Peer, Shape
+from flexsp.bench.case import Case, Inputs, Op, Peer, Shape
+from flexsp.bench.gates import Normal, log_uniform
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
 
-__all__ = ["OWN"]
+__all__ = ["OWN", "RWKV7", "xl_chunk"]
 
 _STATE = 16
 _DT = (0.001, 0.1)  # steps at initialisation
+_LOWEST = -0.6065306597126334  # log gate of RWKV-7
+RWKV7 = {"safe_gate": True, "lower_bound": _LOWEST, "chunk_size": 64}
+"""What flash-linear-attention's layer passes to its op."""
 
 
 def _ours(name: str, **constants: Any) -> Op:
@@ -62,21 +66,19 @@ def _heads_first(x: Inputs) -> Inputs:
     return {name: y if name == "do" else y.requires_grad_() for name, y in turned.items()}
 
 
+def _tokens_first(name: str, y: torch.Tensor) -> torch.Tensor:
+    return y.transpose(1, 2)
+
+
 def _rwkv7(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
     rows = (shape.B, shape.T, shape.H)
     removed = F.normalize(normal(*rows, shape.K), dim=-1)
     found = {
-        "r": normal(*rows, shape.K), "w": -0.6065306597126334 * normal(*rows, shape.K).sigmoid(),
+        "r": normal(*rows, shape.K), "w": _LOWEST * normal(*rows, shape.K).sigmoid(),
         "k": normal(*rows, shape.K), "v": normal(*rows, shape.V),
         "a": -removed, "b": removed * normal(*rows, shape.K).sigmoid(), "do": normal(*rows, shape.V),
     }  # fmt: skip
     return {name: y.to(dtype) for name, y in found.items()}
-
-
-def _steps(raw: torch.Tensor) -> torch.Tensor:
-    """Step sizes about log-uniform in `_DT`, of normal numbers."""
-    low, high = _DT
-    return low * (high / low) ** torch.special.ndtr(raw)
 
 
 def _mamba(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
@@ -84,7 +86,20 @@ def _mamba(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
     found = {name: normal(*tokens, width).to(dtype) for name in ("u", "delta", "z", "do")}
     found |= {name: normal(*tokens, _STATE).to(dtype) for name in ("B", "C")}
     A = -torch.arange(1.0, _STATE + 1, device=found["u"].device).expand(width, _STATE).contiguous()
-    return found | {"A": A, "D": normal(width), "delta_bias": _steps(normal(width)).expm1().log()}
+    return found | {"A": A, "D": normal(width), "delta_bias": log_uniform(normal(width), *_DT).expm1().log()}
+
+
+_OF_CHANNELS = ("A", "D", "delta_bias")
+
+
+def _channels_first(x: Inputs) -> Inputs:
+    """Tokens [B, D, T] of [B, T, D], each a leaf; what has no tokens is shared."""
+    turned = {name: y if name in _OF_CHANNELS else y.detach().transpose(1, 2).contiguous() for name, y in x.items()}
+    return {name: y if name == "do" else y.requires_grad_() for name, y in turned.items()}
+
+
+def _tokens_last(name: str, y: torch.Tensor) -> torch.Tensor:
+    return y if name in _OF_CHANNELS else y.transpose(1, 2)
 
 
 def _mamba3(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
@@ -92,7 +107,7 @@ def _mamba3(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
     rows = (shape.B, shape.T, shape.H)
     found = {name: normal(shape.B, shape.T, 1, shape.K).to(dtype) for name in ("B", "C")}
     found |= {name: normal(*rows, shape.V).to(dtype) for name in ("x", "do")}
-    found |= {"dt": _steps(normal(*rows)), "A": -F.softplus(normal(*rows)), "trap": normal(*rows)}
+    found |= {"dt": log_uniform(normal(*rows), *_DT), "A": -F.softplus(normal(*rows)), "trap": normal(*rows)}
     found |= {"B_bias": 1 + 0.1 * normal(shape.H, shape.K), "C_bias": 1 + 0.1 * normal(shape.H, shape.K)}
     return found | {"angles": normal(shape.B, shape.T, 1, max(shape.K // 4, 1)), "D": normal(shape.H)}
 
@@ -128,18 +143,27 @@ def _mamba_ssm_mamba3(x: Inputs) -> torch.Tensor:
     return y
 
 
-_XL_CHUNK = _theirs(
-    "mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk",
-    autocast_kernel_dtype=torch.bfloat16,
-)  # fmt: skip
+def xl_chunk(chunk_size: int = 128) -> Peer:
+    """mlstm_kernels' op for training. Its layers have chunks of 64, and the op by itself of 128."""
+    op = _theirs(
+        "mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk",
+        autocast_kernel_dtype=torch.bfloat16, chunk_size=chunk_size, eps=1e-6,
+    )  # fmt: skip
+    return Peer("mlstm_kernels", op, _heads_first, _tokens_first)
+
+
+_SELECTIVE = _theirs("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", delta_softplus=True)
 OWN = (
     Case("hgrn", _ours("chunk_hgrn"), _theirs("fla.ops.hgrn", "chunk_hgrn"), draw=_hgrn),
     Case(
-        "mlstm", _ours("chunk_mlstm", head_first=False), None, draw=_mlstm,
-        others={"mlstm_kernels": Peer("mlstm_kernels", _XL_CHUNK, _heads_first)},
+        "mlstm", _ours("chunk_mlstm", head_first=False, eps=1e-6), None, draw=_mlstm,
+        others={"mlstm_kernels": xl_chunk()},
     ),
-    Case("rwkv7", _ours("chunk_rwkv7"), _theirs("fla.ops.rwkv7", "chunk_rwkv7"), draw=_rwkv7),
-    Case("mamba", _ours("selective_scan", delta_softplus=True), None, draw=_mamba),
+    Case("rwkv7", _ours("chunk_rwkv7"), _theirs("fla.ops.rwkv7", "chunk_rwkv7", **RWKV7), draw=_rwkv7),
+    Case(
+        "mamba", _ours("selective_scan", delta_softplus=True), None, draw=_mamba,
+        others={"mamba_ssm": Peer("mamba_ssm", _SELECTIVE, _channels_first, _tokens_last)},
+    ),
     Case(
         "mamba3", _ours_mamba3, None, draw=_mamba3,
         others={"mamba_ssm": Peer("mamba_ssm", _mamba_ssm_mamba3)},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,10 +29,13 @@ _OVER_RANKS = {
 """Cases of `flexsp.bench.cases` that a library runs over ranks, and the op's name there."""
 
 
-def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tuple[Op, ...] | None:
+def peer_over_ranks(
+    peer: str, case: str, T: int, world: int, heads: int, promised: Mapping[str, Any]
+) -> tuple[Op, ...] | None:
     """The op on one rank, and over all of them with T tokens each; None where the library has it not. The last one has
     shards as ours are: torch's second one is faster, since each rank has a piece from both ends. On one rank
-    flash-linear-attention calls FlashQLA where that is installed, over ranks its own kernels.
+    flash-linear-attention calls FlashQLA where that is installed, over ranks its own kernels; `promised` are arguments
+    for it that say what gates are given.
 
     Raises:
         ModuleNotFoundError: the library is not installed.
@@ -56,8 +59,10 @@ def peer_over_ranks(peer: str, case: str, T: int, world: int, heads: int) -> tup
             is_train=True,
         )  # fmt: skip
 
+    given = promised if peer == "fla" else {}
+
     def run(x: Inputs, **how: Any) -> torch.Tensor:
-        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **how)[0]
+        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **given, **how)[0]
         return o
 
     return run, lambda x: run(x, cp_context=cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -16,15 +17,24 @@ from typing import Any
 
 import torch
 
-__all__ = ["case_of", "commit", "environment", "file_stem", "load", "load_kind", "save", "spread_of", "version_of"]
+__all__ = [
+    "case_of", "commit", "continued", "environment", "file_stem", "gates_of", "load", "load_kind", "save", "spread_of",
+    "version_of",
+]  # fmt: skip
+
+
+_SAME = ("commit", "dirty", "device", "torch", "triton")  # of the parts of a run
 
 
 def version_of(distribution: str) -> str | None:
-    """Installed version of a distribution, or None."""
+    """Installed version of a distribution, or of a folder of its sources; None where there is neither."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        spec = importlib.util.find_spec(distribution.replace("-", "_"))
+    text = Path(spec.origin).read_text() if spec and spec.origin else ""
+    found = re.search(r"""^__version__ = ["'](.+?)["']""", text, re.MULTILINE)
+    return found[1] if found else None
 
 
 def _run(*command: str) -> str | None:
@@ -70,6 +80,7 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
         "flash_qla": version_of("flash-qla"),
         "mlstm_kernels": version_of("mlstm_kernels"),
         "mamba_ssm": version_of("mamba_ssm"),
+        "cudnn_frontend": version_of("nvidia-cudnn-frontend"),
         "device": "cpu",
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
     }
@@ -120,6 +131,21 @@ def load_kind(paths: Sequence[Path], kind: str) -> list[dict[str, Any]]:
     return results
 
 
+def continued(path: Path, new: dict[str, Any]) -> dict[str, Any]:
+    """The result of an earlier part of a run, to go on with; ValueError where it was another run."""
+    [old] = load_kind([path], new["kind"])
+    pairs = [(what, old["environment"][what], new["environment"][what]) for what in _SAME]
+    pairs += [(what, old[what], new[what]) for what in ("shape", "dtype") if what in new]
+    for what, got, want in [*pairs, ("gates", gates_of(old), new["gates"])]:
+        if got != want:
+            raise ValueError(f"--add: expected a file of {what} {want}, got {got} in {path}")
+    old.pop("skipped", None)
+    old["environment"]["command"] += "; " + new["environment"]["command"]
+    if "baseline_missing" in new:
+        old["baseline_missing"] = old["baseline_missing"] and new["baseline_missing"]
+    return old
+
+
 def spread_of(value: float | dict[str, float] | None) -> dict[str, float] | None:
     """Median, min, max and n of a repeated measurement; the first files had one run, a bare number."""
     if value is None or isinstance(value, dict):
@@ -130,3 +156,8 @@ def spread_of(value: float | dict[str, float] | None) -> dict[str, float] | None
 def case_of(row: dict[str, Any]) -> str:
     """Operator of a row of `bench scale`; the first files had one and did not name it."""
     return str(row.get("case", "simple_gla"))
+
+
+def gates_of(result: dict[str, Any]) -> str:
+    """Kind of the log gates; the first files have another word for mild ones, or none."""
+    return str(result.get("gates", "mild")).replace("usual", "mild")

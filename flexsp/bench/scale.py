@@ -8,7 +8,6 @@ waiting add.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -21,12 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from flexsp.bench.beside import agreement_limit, relative
 from flexsp.bench.cases import CASES, Case, Op, Shape, forward_backward, make_inputs
+from flexsp.bench.gates import at_least_bound
 from flexsp.bench.peers import peer_over_ranks
 from flexsp.bench.ranks import Aligned, open_schedules, split_schedule
 from flexsp.bench.record import environment, file_stem, save
 from flexsp.bench.sizes import choose
 from flexsp.bench.timing import synchronize
+from flexsp.bench.variant import variant_case
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -60,13 +62,11 @@ def _call(op: Op, mode: str, inputs: dict[str, torch.Tensor]) -> Callable[[], ob
 
 def _others(args: argparse.Namespace, case: Case, T: int, world: int) -> dict[str, tuple[Op, ...]]:
     """Other libraries' ops on one rank and over ranks, of those that have this one."""
-    found = {peer: peer_over_ranks(peer, case.name, T, world, args.H) for peer in args.peers}
+    if args.variant is not None:
+        return {}
+    promised = case.promised if at_least_bound(args.gates) else {}
+    found = {peer: peer_over_ranks(peer, case.name, T, world, args.H, promised) for peer in args.peers}
     return {peer: ops for peer, ops in found.items() if ops is not None}
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.double(), b.double()
-    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
 def _disagreement(
@@ -77,7 +77,7 @@ def _disagreement(
         return {}
     outputs = {name: _operator(case, sp, "fwd", inputs)() for name, sp in sps.items()}
     reference = list(outputs.values())[-1]
-    return {name: max(aligned.gather(_relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
+    return {name: max(aligned.gather(relative(out, reference))) for name, out in outputs.items()}  # type: ignore[arg-type]
 
 
 def _scale_rows(
@@ -90,7 +90,7 @@ def _scale_rows(
         getattr(torch, args.dtype),
         device,
         seed=aligned.sp.rank,
-        gates=args.gates,
+        gates=args.gates if args.variant is None else "mild",
     )
     for sp in sps.values():
         sp.set_lengths([T] * world)
@@ -99,11 +99,13 @@ def _scale_rows(
     for name, (*_, alike) in others.items():
         mine = _operator(case, next(iter(sps.values())), "fwd", inputs)()
         theirs = _call(alike, "fwd", inputs)()
-        apart[name] = max(aligned.gather(_relative(theirs, mine)))  # type: ignore[arg-type]
+        apart[name] = max(aligned.gather(relative(theirs, mine)))  # type: ignore[arg-type]
     rows = []
     for mode in ("fwd", "fwd_bwd"):
         functions = {"local": _operator(case, False, mode, inputs)}
         functions.update({name: _operator(case, sp, mode, inputs) for name, sp in sps.items()})
+        in_torch = {name: peer.op for name, peer in case.others.items() if peer.module == "torch"}
+        functions |= {f"{name} local": _call(op, mode, inputs) for name, op in in_torch.items()}
         for name, (one_rank, over_ranks, *_) in others.items():
             functions |= {f"{name} local": _call(one_rank, mode, inputs), name: _call(over_ranks, mode, inputs)}
         timed = aligned.measure(functions, warmup=args.warmup, iterations=args.iterations)
@@ -170,7 +172,7 @@ def _state_rows(aligned: Aligned, sps: dict[str, SequenceParallel], args: argpar
                         "bytes_per_rank": size,
                         "bytes_total": size * first.world_size,
                         **timing,
-                        "disagreement": max(aligned.gather(_relative(outputs[name], reference))),
+                        "disagreement": max(aligned.gather(relative(outputs[name], reference))),
                     }
                 )
     return rows
@@ -218,7 +220,7 @@ def _print_states(rows: list[Row]) -> None:
 
 
 def _check_agreement(rows: list[Row], dtype: torch.dtype) -> list[str]:
-    limit = 4 * math.sqrt(torch.finfo(dtype).eps) if dtype != torch.bfloat16 else 2e-2
+    limit = agreement_limit(dtype)
     return [
         " ".join(filter(None, (row.get("case"), row["schedule"])))
         + f": output differs by {row['disagreement']:.1e} (allowed {limit:.1e})"
@@ -244,8 +246,10 @@ def run(args: argparse.Namespace) -> int:
     if args.peers and aligned.sp.world_size == 1:
         raise ValueError("--peers: expected several ranks, got one")
     sps = opened if aligned.sp.world_size > 1 else {}
+    cases = [CASES[name] for name in args.case] if args.variant is None else [variant_case(args, aligned.sp.device)]
     result = _empty_result(args, aligned.sp, sps)
-    out = Path(args.out) / f"{file_stem(_kind(args.case), result['environment'])}.json"
+    kind = _kind(args.case) if args.variant is None else f"scale_{cases[0].name}"
+    out = Path(args.out) / f"{file_stem(kind, result['environment'])}.json"
     chief, device = aligned.sp.rank == 0, aligned.sp.device
     if chief:
         print(_title(result), flush=True)
@@ -254,9 +258,9 @@ def run(args: argparse.Namespace) -> int:
         if chief:
             _print_states(result["states"])
             save(out, result)
-    for case in args.case:
+    for case in cases:
         for T in args.T_local:
-            rows = _scale_rows(aligned, sps, args, CASES[case], T)
+            rows = _scale_rows(aligned, sps, args, case, T)
             result["rows"] += rows
             if chief:
                 _print_scale(rows)

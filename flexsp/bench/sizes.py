@@ -16,6 +16,8 @@ DEFAULTS: dict[str, tuple[object, object]] = {
     "iterations": (50, 5),
     "T": ([4096, 16384, 65536], [128, 512]),
     "T_local": ([8192, 32768, 65536], [128, 512]),
+    "lengths": ([4096, 32768, 131072], [64]),
+    "check": (1024, 64),
     "cold": (["simple_gla"], []),
     "repeats": (5, 2),
     "out": ("benchmarks/results", "runs/bench"),

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import case_of, load
-from flexsp.bench.table import grid, shown
+from flexsp.bench.record import case_of, gates_of, load
+from flexsp.bench.table import RELEASED_HEADER, grid, layers_of, released_lines, shown, times_and_ratios
 
-__all__ = ["beside_ranks", "exchanges", "hosts", "models", "operators", "sanitizers", "short_sources", "traffic"]
+__all__ = [
+    "beside_ranks", "exchanges", "hosts", "models", "operators", "ratios", "released", "sanitizers", "short_sources",
+    "traffic",
+]  # fmt: skip
 
 Result = dict[str, Any]
-_LIBRARIES = {"fla": "flash-linear-attention", "flashqla": "FlashQLA", "torch": "torch's context_parallel"}
+_LIBRARIES = {
+    "fla": "flash-linear-attention", "flashqla": "FlashQLA", "torch": "torch's context_parallel", "pytorch": "PyTorch",
+    "cudnn": "cuDNN",
+}  # fmt: skip
 _VERSIONS = (
     ("torch", "torch", ""), ("Triton", "triton", ""), ("flash-linear-attention", "flash_linear_attention", "fla"),
     ("FlashQLA", "flash_qla", "flashqla"), ("mlstm_kernels", "mlstm_kernels", "mlstm_kernels"),
-    ("mamba_ssm", "mamba_ssm", "mamba_ssm"),
+    ("mamba_ssm", "mamba_ssm", "mamba_ssm"), ("cuDNN frontend", "cudnn_frontend", "cudnn"),
 )  # fmt: skip
 """Name, key of a record, and in which rows it ran."""
 MODES = ("fwd", "fwd_bwd")
@@ -90,7 +96,7 @@ def operators(paths: Sequence[Path]) -> str:
                 for name in dict.fromkeys(provider for provider, _ in keyed if provider != "flexsp")
                 if (times := _cells([keyed.get((name, mode)) for mode in MODES], 2, "ms", "median"))
             ]
-            gates = "" if result.get("gates", "usual") == "usual" else f", gates {result['gates']}"
+            gates = "" if gates_of(result) == "mild" else f", gates {gates_of(result)}"
             sizes = f"{shape['B']} x {T}, {shape['H']} heads of {shape['K']} x {shape['V']}{gates}"
             peak = shown(ours[1]["peak_gib"], 1).partition(" ")[0] if ours[1] else ""
             floor = _cells(ours, 2, "floor_ms")
@@ -198,3 +204,39 @@ def sanitizers(paths: Sequence[Path]) -> str:
         lines.append([name.removeprefix("sanitize_").removesuffix(".json"), *counts, *errors, commit_of(result)])
     header = ["run", "calls", "kernels", *(f"errors of {tool}" for tool in tools), "commit"]
     return f"{grid(header, lines)}\n\n{versions(list(results.values()))}."
+
+
+_UNMEASURED = "Not measured yet."
+
+
+def released(paths: Sequence[Path]) -> str:
+    """Layers of released models, every batch and length, and which libraries differ."""
+    results = _load(paths)
+    if not results:
+        return _UNMEASURED
+    lines = [[_device(result), *line] for result in results.values() for line in released_lines(result)]
+    differ = dict.fromkeys(text for result in results.values() for text in result.get("differ", []))
+    notes = "".join(f"- {text}\n" for text in differ)
+    return f"{grid(['GPU', *RELEASED_HEADER], lines)}\n\n{notes}\n{short_sources(results)}".replace("\n\n\n", "\n\n")
+
+
+def ratios(paths: Sequence[Path]) -> str:
+    """Layers of released models, one sequence of 32,768 tokens: milliseconds and the ratio to the fastest library, of
+    each GPU."""
+    results = _load(paths)
+    if not results:
+        return _UNMEASURED
+    devices = list(dict.fromkeys(_device(result) for result in results.values()))
+    found: dict[str, dict[str, list[str]]] = {}
+    about: dict[str, list[str]] = {}
+    for result in results.values():
+        for (case, B, T), keyed in layers_of(result).items():
+            if (B, T) != (1, 32768):
+                continue
+            first, (ms, share, names) = next(iter(keyed.values())), times_and_ratios(keyed)
+            about.setdefault(case, [case, first["sizes"], first["gates"]])
+            of = f"{share} of {' and '.join(map(library, names))}" if share else ""
+            found.setdefault(case, {})[_device(result)] = [ms, of]
+    lines = [[*about[case], *(x for device in devices for x in by.get(device, ["", ""]))] for case, by in found.items()]
+    columns = [x for device in devices for x in (f"flexsp ms, {device}", "ratio to the fastest library")]
+    return f"{grid(['layer', 'heads x K/V', 'gates', *columns], lines)}\n\n{short_sources(results)}"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexsp.bench.record import case_of, load, spread_of
+from flexsp.bench.record import case_of, gates_of, load, spread_of
 
 __all__ = [
-    "footer", "grid", "host_table", "markdown", "model_table", "op_table", "run", "sanitize_table", "scale_table",
-    "shown", "states_table", "traffic_table",
+    "RELEASED_HEADER", "footer", "grid", "host_table", "layers_of", "markdown", "model_table", "op_table", "pair",
+    "released_lines", "released_table", "run", "sanitize_table", "scale_table", "shown", "states_table",
+    "times_and_ratios", "traffic_table",
 ]  # fmt: skip
 
 Result = dict[str, Any]
@@ -20,8 +21,11 @@ _PEERS = {
     "flashqla": ("FlashQLA", "flash_qla"),
     "mlstm_kernels": ("mlstm_kernels", "mlstm_kernels"),
     "mamba_ssm": ("mamba_ssm", "mamba_ssm"),
+    "cudnn": ("cuDNN frontend", "cudnn_frontend"),
+    "pytorch": ("PyTorch", ""),
+    "torch.compile": ("torch.compile", ""),
 }
-"""By provider, a library's name and its version's name in a record."""
+"""By provider, a library's name and its version's name in a record, if that is not torch's."""
 
 
 def grid(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -39,19 +43,24 @@ def footer(result: Result) -> str:
     parts += [f"{name} {env[key]}" for name, key in (("Triton", "triton"), ("driver", "driver")) if env.get(key)]
     if result["kind"] == "op" and not result["baseline_missing"] and env.get("flash_linear_attention"):
         parts.append(f"flash-linear-attention {env['flash_linear_attention']}")
-    there = {row.get("provider") for row in result.get("rows", [])}
-    parts += [f"{title} {env.get(key)}" for name, (title, key) in _PEERS.items() if name in there]
-    if result.get("gates", "usual") != "usual":
-        parts.append(f"gates {result['gates']}")
+    there = {row.get("provider") for row in result.get("rows", []) if "error" not in row}
+    parts += [f"{title} {env.get(key)}" for name, (title, key) in _PEERS.items() if key and name in there]
+    if gates_of(result) != "mild":
+        parts.append(f"gates {gates_of(result)}")
     source = (env["commit"] or "unknown")[:10] + (" with local changes" if env["dirty"] else "")
     command = re.sub(r" --out /\S+", "", env["command"])  # a folder of that machine
     return f"{', '.join(parts)}; commit {source}, {env['date'][:10]}: `{command}`"
 
 
+_PLAIN = ("not installed", "not run on a CPU", "out of memory")  # errors that a table has as they are
+
+
 def _ms(row: Result | None) -> str:
     if row is None:
         return ""
-    return f"{row['ms']['median']:.3f}" if "ms" in row else "refused"
+    if "ms" not in row:
+        return str(row["error"]) if row["error"] in _PLAIN else "refused"
+    return f"{row['ms']['median']:.3f}"
 
 
 def _ratio(ours: Result, theirs: Result | None) -> str:
@@ -175,9 +184,94 @@ def model_table(result: Result) -> str:
     return grid(["model", "tokens of the sequence", "GPUs", "s a step", "tokens/s", "peak GiB a GPU"], lines)
 
 
+_IN_TORCH = ("pytorch", "torch.compile")
+_MODES = ("fwd", "fwd_bwd")
+
+
+def pair(rows: Sequence[Result | None], number: Callable[[Result], str]) -> str:
+    """Of both passes, "1.25 / 4.50"; a dash for one that did not run, and what prevented both."""
+    texts = [number(row) if row and "ms" in row else "-" for row in rows]
+    if set(texts) != {"-"}:
+        return " / ".join(texts)
+    return next((_ms(row) for row in rows if row), "")
+
+
+def layers_of(result: Result) -> dict[tuple[str, int, int], dict[tuple[str, str], Result]]:
+    """Rows of `bench models` by (layer, batch, tokens), then by (provider, mode)."""
+    found: dict[tuple[str, int, int], dict[tuple[str, str], Result]] = {}
+    for row in result["rows"]:
+        found.setdefault((row["case"], row["B"], row["T"]), {})[row["provider"], row["mode"]] = row
+    return found
+
+
+def _fastest(keyed: dict[tuple[str, str], Result], mode: str) -> Result | None:
+    """The fastest row of another library; of the op in PyTorch where there is no other."""
+    rows = [row for (_, m), row in keyed.items() if m == mode and row["provider"] != "flexsp" and "ms" in row]
+    libraries = [row for row in rows if row["provider"] not in _IN_TORCH]
+    return min(libraries or rows, key=lambda row: float(row["ms"]["median"]), default=None)
+
+
+def times_and_ratios(keyed: dict[tuple[str, str], Result]) -> tuple[str, str, list[str]]:
+    """Milliseconds of ours, their ratios to the fastest library's, and which that is, of both passes."""
+    ours, other = ([keyed.get(("flexsp", mode)) for mode in _MODES], [_fastest(keyed, mode) for mode in _MODES])
+    shares = [_ratio(a, b) if a and "ms" in a else "" for a, b in zip(ours, other, strict=True)]
+    names = list(dict.fromkeys(str(row["provider"]) for row in other if row))
+    return pair(ours, _median), " / ".join(share or "-" for share in shares) if any(shares) else "", names
+
+
+def _median(row: Result) -> str:
+    return f"{row['ms']['median']:.2f}"
+
+
+def _worst(row: Result | None) -> str:
+    """The output's difference from float64, and the largest of a gradient, in percent."""
+    found = dict((row or {}).get("from_float64") or {})
+    if not found:
+        return "-"
+    o = found.pop("o")
+    name, x = max(found.items(), key=lambda item: item[1])
+    return f"{100 * o:.2g} / {100 * x:.2g} ({name})"
+
+
+def released_lines(result: Result) -> list[list[str]]:
+    """A line for each layer, batch and length of `bench models`."""
+    lines = []
+    for (case, B, T), keyed in layers_of(result).items():
+        ours = [keyed.get(("flexsp", mode)) for mode in _MODES]
+        first, others, peaks, exact = next(iter(keyed.values())), [], [], []
+        for name in dict.fromkeys(provider for provider, _ in keyed):
+            rows = [keyed.get((name, mode)) for mode in _MODES]
+            if name != "flexsp":
+                others.append(f"{name}: {pair(rows, _median)}")
+            if name not in _IN_TORCH and any(row and "ms" in row for row in rows):
+                who = "" if name == "flexsp" else f"{name} "
+                peaks.append(who + (shown((rows[1] or {}).get("peak_gib"), 1).partition(" ")[0] or "-"))
+                exact.append(who + _worst(rows[1]))
+        ms, share, _ = times_and_ratios(keyed)
+        over = " / ".join(f"{row['over_floor']:.1f}" for row in ours if row and row.get("over_floor"))
+        lines.append([
+            case, first["sizes"], first["gates"], f"{B} x {T}", ms, over, "; ".join(others), share, "; ".join(peaks),
+            "; ".join(exact),
+        ])  # fmt: skip
+    return lines
+
+
+RELEASED_HEADER = (
+    "layer", "heads x K/V", "gates", "sequences x tokens", "flexsp ms", "times the floor", "beside it, ms",
+    "ratio to the fastest library", "peak GiB", "% from float64: output / worst gradient",
+)  # fmt: skip
+
+
+def released_table(result: Result) -> str:
+    """Layers of released models."""
+    text = grid(RELEASED_HEADER, released_lines(result))
+    notes = [*result.get("differ", []), *(f"{x[0]}, {x[1]} x {x[2]}: left out, {x[3]}" for x in result["left_out"])]
+    return "\n".join([text, "", *(f"- {note}" for note in notes)]).rstrip()
+
+
 _TABLES = {
     "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
-    "model": model_table,
+    "model": model_table, "released": released_table,
 }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ OPS = (
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 PEERS = ("fla", "flashqla", "torch")
+LIBRARIES = ("fla", "flashqla", "mamba_ssm", "mlstm_kernels", "cudnn")
+GATES = ("mild", "initialised", "bounded", "unbounded", "none")
 
 
 def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None) -> Callable[[str], list[object]]:
@@ -80,21 +82,31 @@ def _shape_arguments(parser: argparse.ArgumentParser) -> None:
     _by_device(parser, "--H", "heads", type=int)
     _by_device(parser, "--K", "key width of a head", type=int)
     _by_device(parser, "--V", "value width of a head", type=int)
+    _timing_arguments(parser)
+    parser.add_argument("--strict", action="store_true", help="exit 1 when an aim is missed")
+
+
+def _timing_arguments(parser: argparse.ArgumentParser) -> None:
     _by_device(parser, "--dtype", "of q, k and v", choices=("bfloat16", "float16", "float32"))
     _by_device(parser, "--warmup", "runs before timing", type=int)
     _by_device(parser, "--iterations", "timed runs, of which the median is taken", type=int)
     _by_device(parser, "--out", "folder of the JSON")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when an aim is missed")
 
 
 def _gates_argument(parser: argparse.ArgumentParser) -> None:
-    text = "log gates: logsigmoid(N(3, 1)), as layers begin, or zeros (default usual; mamba2's dt stay as they are)"
-    parser.add_argument("--gates", default="usual", choices=("usual", "initialised", "none"), help=text)
+    text = "kind of log gates, of `flexsp.bench.gates` (default mild; mamba2's dt stay as they are)"
+    parser.add_argument("--gates", default="mild", choices=GATES, help=text)
+
+
+def _variant_argument(parser: argparse.ArgumentParser) -> None:
+    text = "a program of one's own in place of these: a LinearAttention or make(H, K, V, dtype), beside PyTorch"
+    parser.add_argument("--variant", metavar="FILE.py:OBJECT", help=text)
 
 
 def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
     _gates_argument(parser)
+    _variant_argument(parser)
     _names_argument(parser, "--ops", OPS, f"of {','.join(OPS)} (default all)", OPS)
     _by_device(parser, "--T", "tokens", type=_listed(int), metavar="N,N")
     parser.add_argument("--device", help="default: cuda where there is one")
@@ -106,15 +118,37 @@ def _op_arguments(parser: argparse.ArgumentParser) -> None:
     _names_argument(parser, "--cold-baseline", OPS, "the same for the baseline", [])
     parser.add_argument("--cold-timeout", type=float, default=300.0, metavar="S", help="seconds (default 300)")
     _by_device(parser, "--repeats", "repeated runs of first calls and of peak memory", type=int, metavar="N")
+    _run_arguments(parser)
+
+
+def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--add", metavar="FILE", help="go on with this result file, of the same commit and machine")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="start no further op after this many seconds")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="start nothing further after this many seconds")
     text = "memory bandwidth of the floor (default: that of a copy, measured in the same run; none on a CPU)"
     parser.add_argument("--bandwidth", type=float, metavar="GB/S", help=text)
+
+
+def _models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", metavar="REGEX", help="layers whose names match (default all)")
+    _by_device(parser, "--lengths", "tokens", type=_listed(int), metavar="N,N")
+    _sizes_argument(parser, "--B", "batches (default 1)", [1])
+    text = "kind of log gates, of `flexsp.bench.gates` (default: that of each layer's trained models)"
+    parser.add_argument("--gates", choices=GATES[:-1], help=text)
+    text = f"other libraries, of {','.join(LIBRARIES)} (default all; '' for none)"
+    _names_argument(parser, "--peers", LIBRARIES, text, LIBRARIES)
+    text = "the op in PyTorch too: eager, compile or both; '' for neither (default eager)"
+    _names_argument(parser, "--naive", ("eager", "compile"), text, ["eager"])
+    _by_device(parser, "--check", "tokens over which all are compared with float64; 0 for none", type=int, metavar="N")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    _timing_arguments(parser)
+    _by_device(parser, "--repeats", "repeated runs of peak memory", type=int, metavar="N")
+    _run_arguments(parser)
 
 
 def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _shape_arguments(parser)
     _gates_argument(parser)
+    _variant_argument(parser)
     text = f"all, or some of {','.join(OPS)} (default simple_gla)"
     parser.add_argument("--case", type=_cases, default=["simple_gla"], metavar="A,B", help=text)
     _by_device(parser, "--T-local", "tokens a rank", type=_listed(int), metavar="N,N")
@@ -175,6 +209,8 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
     _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
     _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --ranks"))
+    text = "layers of released models, beside other libraries as their layers call them"
+    _models_arguments(bench.add_parser("models", help=text))
     host = bench.add_parser("host", help="host time of a call of generated kernels, with and without the dispatcher")
     _shape_arguments(host)
     chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]

@@ -145,6 +145,8 @@ GATES = [
     *_in(
         "flexsp/variants/rwkv7.py",
         ("g.cumsum(0) - g  # a token", "g.cumsum(0)  # a token", "what is removed is read after the decay", _OPS),
+        (", exact_repeats=True)", ")", "one key and rates up to 1 stay in chunks",
+         "tests/test_reflections.py::test_against_token_loops[rwkv7]"),
         ("(b * left).T @ (w @ prev_s)", "(b * left).T @ (w @ chunk_state)", "what a chunk removes is read elsewhere",
          _OPS),
         ("decayed_scores(q, b, since) @ reads", "decayed_scores(q, b, since) @ u",

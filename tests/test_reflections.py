@@ -50,7 +50,7 @@ CASES = {
     "gated, generated": [Keys("gated", 1, T=40, bounds=(0, 4, 4, 40), **LESS)],
     "kda, generated": [Keys("kda", 1, 1.9, T=40, **LESS)],
     "product, generated": [Keys("product", 4, T=36, bounds=(0, 33, 36), **LESS)],
-    "rwkv7": [RWKV7("rwkv7", 1, T=40, bounds=(0, 4, 4, 40), **LESS), RWKV7("rwkv7", 1, 1.05, T=70, **LESS)],
+    "rwkv7": [RWKV7("rwkv7", 1, T=40, bounds=(0, 4, 4, 40), **LESS), RWKV7("rwkv7", 1, 1.0, T=70, gate=0.002, **LESS)],
     "rwkv7, heads": [RWKV7("rwkv7", 4, 1.9, T=44, H=2, **LESS), RWKV7("rwkv7", 1, 1.9, T=70, **LESS)],
     "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
@@ -107,7 +107,7 @@ def test_generated_over_ranks(name: str, seed: int) -> None:
     assert not any(found), found
 
 
-def sizes_of_inverses(sp: Any, seed: int) -> list[list[float]]:
+def sizes_of_inverses(sp: Any, repeats: bool, seed: int) -> list[list[float]]:
     """Of a chunk of up to 64 tokens of generated kernels, for each of `KEYS`: by the kernel, with a smaller number
     there before, with a larger one, and in float64."""
     from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
@@ -121,12 +121,12 @@ def sizes_of_inverses(sp: Any, seed: int) -> list[list[float]]:
         table = torch.tensor([[0, tokens, 0, 1, 1]], dtype=torch.int32)
         whole = torch.linalg.inv(x.double() + torch.eye(64, dtype=torch.float64)).tril(-1).square().sum()
         if x.square().sum() > 4 * tokens:
-            whole *= 1.225
+            whole *= -1.225 if repeats else 1.225
         made = []
-        for before, more in ((float("nan"), False), (0.5, True), (1e9, True)):
+        for before, more in ((float("nan"), False), (0.5, True), (-1e9, True)):
             gain, y = torch.full((1,), before), torch.full((64, 64), float("nan"))
             packed = tokens < 64
-            flags = {"C": 64, "GAIN": True, "MORE": more, "PACKED": packed, "PDL": False}
+            flags = {"C": 64, "GAIN": True, "MORE": more, "REPEATS": repeats, "PACKED": packed, "PDL": False}
             inverse_kernel[(1, 1)](x.clone(), y, gain, table if packed else None, 64, **flags)
             made.append(gain.item())
         found.append([*made, whole.item()])
@@ -135,36 +135,44 @@ def sizes_of_inverses(sp: Any, seed: int) -> list[list[float]]:
 
 KEYS = [
     (1000, 64, 1.0, 64), (1000, 32, 0.9, 64), (4, 64, 1.0, 64), (1, 64, 1.0, 64), (1, 64, 1.05, 64), (1, 64, 1.9, 64),
-    (4, 64, 2.0, 64), (1, 64, 1.0, 20), (1, 64, 1.1, 20), (1, 64, 2.0, 3),
+    (4, 64, 2.0, 64), (1, 64, 1.0, 20), (1, 64, 1.1, 20), (1, 64, 2.1, 3), (1, 64, 0.4, 64), (1, 64, 0.3, 64),
 ]  # fmt: skip
 
 
-def test_which_segments_of_generated_kernels(seed: int) -> None:
-    """Unit keys and rates up to 1 never are done token by token, whether they repeat or not; nor in short documents."""
+@pytest.mark.parametrize("repeats", [False, True])
+def test_which_segments_of_generated_kernels(repeats: bool, seed: int) -> None:
+    """With unit keys and rates up to 1 none is because of its size, nor in short documents. Where few keys repeat a
+    program may ask for it."""
     from flexsp.kernels.delta.exact import LIMIT
 
-    (found,) = run_ranks(sizes_of_inverses, 1, seed, env=INTERPRETED)
-    for (_, _, rate, tokens), (first, second, third, want) in zip(KEYS, found, strict=True):
-        assert abs(first - want) <= 1e-4 * want + 1e-4 and first == second and third == 1e9
-        assert (first > tokens * float(LIMIT.value)) == (rate > 1)
+    (found,) = run_ranks(sizes_of_inverses, 1, repeats, seed, env=INTERPRETED)
+    for (many, _, rate, tokens), (first, second, third, want) in zip(KEYS, found, strict=True):
+        assert abs(first - want) <= 1e-4 * abs(want) + 1e-4 and first == second and third == -1e9
+        assert (abs(first) > tokens * float(LIMIT.value)) == (rate > 1)
+        assert (first < 0) == (repeats and many < 10 and rate > 0.35)
 
 
-def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """Of two heads, whose chunks of 64, 64 and 22 tokens are in two segments: those done token by token."""
+def chosen(sp: Any, packed: bool) -> tuple[list[list[int]], ...]:
+    """Of two heads, whose chunks of 64, 64 and 22 tokens are in two segments: those done token by token. And of three
+    heads whose chunks are in one segment, where programs ask for it."""
     from flexsp.kernels.delta.exact import choose
 
     gain = torch.tensor([[1.0, 80.1, 27.4], [79.9, 79.9, 27.6]])
     table = torch.tensor([[64 * c, (64, 64, 22)[c], 0, 0, 0] for c in range(3)], dtype=torch.int32)
     exact, small_gates = torch.full((2, 3), -1, dtype=torch.int32), torch.tensor([[1, 0, 1]] * 2, dtype=torch.int32)
     choose[(2, 2)](gain, exact, small_gates, table, 150, 3, 2, C=64, SMALL_GATES=True, PACKED=packed, PDL=False)
-    return exact.tolist(), small_gates.tolist()
+    gain, asked = torch.tensor([[-20.0, 9.0, 5.0], [-20.0, 9.0, -5.0], [-20.0, -0.5, -0.5]]), torch.full((3, 3), -1)
+    asked = asked.to(torch.int32)
+    choose[(3, 1)](gain, asked, asked, table, 150, 3, 3, C=64, SMALL_GATES=False, PACKED=packed, PDL=False)
+    return exact.tolist(), small_gates.tolist(), asked.tolist()
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_what_is_done_token_by_token(packed: bool) -> None:
-    """Each token may add 1.25: short chunks less. What lies behind the last chunk does not count."""
+    """Each token may add 1.25: short chunks less. What lies behind the last chunk does not count. Gains are negative
+    where a program asks: for half of the tokens."""
     (found,) = run_ranks(chosen, 1, packed, env=INTERPRETED)
-    assert found == ([[1, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 0, 2]])
+    assert found == ([[1, 1, 0], [0, 0, 1]], [[2, 2, 1], [1, 0, 2]], [[0] * 3, [1] * 3, [0] * 3])
 
 
 def test_inverses_of_keys_that_are_alike(seed: int) -> None:

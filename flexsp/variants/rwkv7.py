@@ -13,7 +13,7 @@ def chunk(k, v, a, b, g):
     lower = identity(k, k.size(0)).cumsum(0)
     delay = lower.tril(-1) - lower.tril(-2)  # moves rows down by one
     own = decayed_scores(a, delay @ b, before) @ delay
-    inverse = unit_lower_inverse(identity(k, k.size(0)) - own)
+    inverse = unit_lower_inverse(identity(k, k.size(0)) - own, exact_repeats=True)
     u = inverse @ (decayed_scores(a, delay @ k, before) @ (delay @ v))
     cache_result(u, "u")
     cache_result(inverse @ (a * before.exp()), "w")

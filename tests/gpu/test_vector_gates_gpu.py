@@ -93,11 +93,12 @@ def test_keys_of_a_small_vocabulary(kind: type[Keys], T: int, beta: float, seed:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("rate", [1.06, 1.1])
+@pytest.mark.parametrize("gate", [0.002, 0.02])
+@pytest.mark.parametrize("rate", [0.5, 0.9, 1.0, 1.06, 1.1])
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.usefixtures("poisoned")
-def test_one_key_and_rates_just_beyond_1(K: int, rate: float, seed: int) -> None:
-    found = wrong(RWKV7("rwkv7", 1, rate, T=4096, H=2, K=K, V=64), seed, device="cuda")
+def test_one_key_and_slow_decays(K: int, rate: float, gate: float, seed: int) -> None:
+    found = wrong(RWKV7("rwkv7", 1, rate, T=4096, H=2, K=K, V=64, gate=gate), seed, device="cuda")
     assert not found, "\n".join(found)
 
 

@@ -82,7 +82,8 @@ NAMES = ("delta", "gated", "kda", "product")
 class Keys:
     """A call; `vocabulary`: so many different keys, 0 for one direction with a little noise. Each `group` of H heads
     shares queries and keys; the first have keys as random ones are. Several sequences lie behind strides, and their
-    steps are not all alike. `lengths`: of the ranks' shards. `generated`: on a GPU that has no engine for it."""
+    steps are not all alike. `lengths`: of the ranks' shards. `generated`: on a GPU that has no engine for it. Log gates
+    are between 0 and -`gate`."""
 
     name: str
     vocabulary: int
@@ -98,6 +99,7 @@ class Keys:
     segments: int = ONE_SEGMENT
     generated: bool = False
     dtype: torch.dtype = torch.bfloat16
+    gate: float = 0.02
 
     @property
     def device(self) -> Device:
@@ -138,7 +140,7 @@ class Keys:
             given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
         if self.name not in ("delta", "own"):
             gates = (self.K,) if self.name in ("kda", "rwkv7") else ()
-            given["g"] = -0.02 * torch.rand(1, self.T, self.H, *gates, generator=draw)
+            given["g"] = -self.gate * torch.rand(1, self.T, self.H, *gates, generator=draw)
         return self.named(given) | {"initial_state": normal(docs, self.H, self.K, self.V)}
 
     def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

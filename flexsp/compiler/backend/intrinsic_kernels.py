@@ -69,8 +69,8 @@ def _squares(x, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T"])
 def inverse_kernel(
-    x, y, gain, table, T, C: tl.constexpr, GAIN: tl.constexpr, MORE: tl.constexpr, PACKED: tl.constexpr,
-    PDL: tl.constexpr,
+    x, y, gain, table, T, C: tl.constexpr, GAIN: tl.constexpr, MORE: tl.constexpr, REPEATS: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
 
@@ -79,6 +79,8 @@ def inverse_kernel(
     token that the chunk has: a short document's chunk has few. Terms that nearly cancel then make roundings larger,
     too. With rates up to 1 and decays near 1 the number stays below the limit beyond which segments are done token by
     token; with one key and a rate of 1.05 or more it is above (docs/math.md, section 7, "Keys that are alike").
+    REPEATS: it is negative where the squares add up to so much, and `flexsp.kernels.delta.exact.choose` counts such
+    chunks.
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
@@ -120,9 +122,12 @@ def inverse_kernel(
     if GAIN:
         found = _squares(x, C)
         start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
-        found = tl.where(alike > _ALIKE * length, _NEARER * found, found)
+        larger = -_NEARER * found if REPEATS else _NEARER * found
+        found = tl.where(alike > _ALIKE * length, larger, found)
         if MORE:
-            found = tl.maximum(found, tl.load(gain + chunk), propagate_nan=tl.PropagateNan.ALL)
+            before = tl.load(gain + chunk)
+            size = tl.maximum(tl.abs(found), tl.abs(before), propagate_nan=tl.PropagateNan.ALL)
+            found = tl.where((found < 0) | (before < 0), -size, size)
         tl.store(gain + chunk, found)
 
 

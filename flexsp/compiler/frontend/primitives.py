@@ -108,8 +108,14 @@ def delayed(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 @primitive
-def unit_lower_inverse(x: torch.Tensor) -> torch.Tensor:
-    """Inverse of a lower triangular [C, C] with ones on the diagonal; only entries below the diagonal are read."""
+def unit_lower_inverse(x: torch.Tensor, *, exact_repeats: bool = False) -> torch.Tensor:
+    """Inverse of a lower triangular [C, C] with ones on the diagonal; only entries below the diagonal are read.
+
+    In bfloat16 kernels do segments token by token in float32 where the inverse is so large that errors grow. With
+    ``exact_repeats`` they do so, too, where keys are nearly the same, whatever the inverse's size: where the squares
+    of entries below the diagonal add up to more than 4 a token, in chunks with half of a segment's tokens or more.
+    Chunks lose some percent there, and this is slow.
+    """
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve_triangular(x, eye, upper=False, unitriangular=True)
 

@@ -64,12 +64,14 @@ class Intrinsic:
     """A launch of an intrinsic kernel: its `kind`, the tokens or saved values that it reads, and its results.
 
     `level` is 1 if it needs no other intrinsic of its direction, 2 if it needs one of level 1, and so on.
+    `exact_repeats` is that of `unit_lower_inverse`.
     """
 
     kind: str
     args: tuple[str, ...]
     results: tuple[str, ...]
     level: int
+    exact_repeats: bool = False
 
     @property
     def backward(self) -> bool:
@@ -515,7 +517,7 @@ class _Keeper:
             results, levels = (f"{kind}{n}",), self.levels
             self._keep(results[0], node, "result")
         levels[node] += 1
-        self.intrinsics.append(Intrinsic(kind, args, results, levels[node]))
+        self.intrinsics.append(Intrinsic(kind, args, results, levels[node], node.kwargs.get("exact_repeats", False)))
 
     def _name(self, x: Any, otherwise: str, wide: bool, role: str) -> str:
         if x.op == "placeholder":

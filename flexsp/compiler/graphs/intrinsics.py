@@ -15,7 +15,7 @@ from flexsp.compiler.frontend import primitives
 __all__ = ["SUMS", "decayed_scores", "decayed_sums", "unit_lower_inverse"]
 
 _lib = torch.library.Library("flexsp", "FRAGMENT")
-_lib.define("unit_lower_inverse(Tensor x) -> Tensor")
+_lib.define("unit_lower_inverse(Tensor x, *, bool exact_repeats=False) -> Tensor")
 _lib.define("vector_scores(Tensor q, Tensor k, Tensor b) -> Tensor")
 _lib.define("vector_scores_grad(Tensor da, Tensor q, Tensor k, Tensor b) -> (Tensor, Tensor, Tensor)")
 _lib.define("decayed_sums(Tensor x, Tensor g) -> Tensor")
@@ -70,6 +70,10 @@ def _like_first(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def _inverse_like(x: torch.Tensor, *, exact_repeats: bool = False) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def _like_the_others(
     da: torch.Tensor, q: torch.Tensor, k: torch.Tensor, b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,12 +99,12 @@ def _keep_inputs(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _keep_output(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_output(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     ctx.save_for_backward(output)
 
 
 for _name, _real, _fake in (
-    ("unit_lower_inverse", primitives.unit_lower_inverse, torch.empty_like),
+    ("unit_lower_inverse", primitives.unit_lower_inverse, _inverse_like),
     ("vector_scores", primitives.decayed_scores, _square),
     ("vector_scores_grad", _scores_grad, _like_the_others),
     ("decayed_sums", primitives.decayed_sums, _like_first),

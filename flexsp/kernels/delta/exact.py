@@ -37,17 +37,22 @@ def choose(
     gain, exact, small_gates, table, T, n_chunks, per_seg, C: tl.constexpr, SMALL_GATES: tl.constexpr,
     PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """exact [B H, chunks], of all chunks of a segment alike: whether it is done token by token."""
+    """exact [B H, chunks], of all chunks of a segment alike: whether it is done token by token. It is where a chunk's
+    gain is too large, and where gains are negative, by which a program asks for it, for half of the tokens or more."""
     begin(PDL)
     row, seg = tl.program_id(0).to(tl.int64), tl.program_id(1)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
-    found = 0
+    found, tokens, asked = 0, 0, 0
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         given = tl.load(gain + row * n_chunks + c, mask=c < c1, other=0.0)
         length = tl.load(table + c * 5 + 1, mask=c < c1, other=0) if PACKED else tl.minimum(T - c * C, C)
-        found = tl.maximum(found, tl.max(((given > LIMIT * length) & (c < c1)).to(tl.int32), axis=0))
+        found = tl.maximum(found, tl.max(((tl.abs(given) > LIMIT * length) & (c < c1)).to(tl.int32), axis=0))
+        tokens += tl.sum(tl.where(c < c1, length, 0).to(tl.int32), axis=0)
+        by_program = (c < c1) & (given < -1.0)  # not what rounding makes negative
+        asked += tl.sum(tl.where(by_program, length, 0).to(tl.int32), axis=0)
+    found = tl.where((asked > 0) & (2 * asked >= tokens), 1, found)
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)

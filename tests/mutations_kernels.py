@@ -412,7 +412,8 @@ KERNELS = [
          "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
         ("alike > _ALIKE * length", "alike > _ALIKE * C", "keys of short documents are not alike",
          "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
-        ("-_NEARER * found if REPEATS", "_NEARER * found if REPEATS", "one key and rates up to 1 stay in chunks",
+        ("alike > _REPEATED * C * length, -found", "alike > C * C * C, -found",
+         "one key and rates up to 1 stay in chunks",
          "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
     ),
     *_in(

@@ -12,6 +12,7 @@ from flexsp.runtime.launch import begin
 _COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
 _ALIKE = tl.constexpr(4.0)  # of squares of x for each of n tokens: random keys of K channels have n / 2 K, one n / 2
+_REPEATED = tl.constexpr(0.25)  # the same, for each of n C: half of what one key with a rate of 1 has
 _NEARER = tl.constexpr(1.225)  # times the size of an inverse where keys are alike
 _LARGEST_SUM = tl.constexpr(40.0)  # of log gates whose e^sum may be a factor of one operand of a product
 
@@ -79,8 +80,8 @@ def inverse_kernel(
     token that the chunk has: a short document's chunk has few. Terms that nearly cancel then make roundings larger,
     too. With rates up to 1 and decays near 1 the number stays below the limit beyond which segments are done token by
     token; with one key and a rate of 1.05 or more it is above (docs/math.md, section 7, "Keys that are alike").
-    REPEATS: it is negative where the squares add up to so much, and `flexsp.kernels.delta.exact.choose` counts such
-    chunks.
+    REPEATS: it is negative where the squares add up to more than `_REPEATED` of that with C, and
+    `flexsp.kernels.delta.exact.choose` counts such chunks.
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
@@ -122,8 +123,9 @@ def inverse_kernel(
     if GAIN:
         found = _squares(x, C)
         start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
-        larger = -_NEARER * found if REPEATS else _NEARER * found
-        found = tl.where(alike > _ALIKE * length, larger, found)
+        found = tl.where(alike > _ALIKE * length, _NEARER * found, found)
+        if REPEATS:
+            found = tl.where(alike > _REPEATED * C * length, -found, found)
         if MORE:
             before = tl.load(gain + chunk)
             size = tl.maximum(tl.abs(found), tl.abs(before), propagate_nan=tl.PropagateNan.ALL)

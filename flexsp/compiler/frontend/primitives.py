@@ -113,7 +113,7 @@ def unit_lower_inverse(x: torch.Tensor, *, exact_repeats: bool = False) -> torch
 
     In bfloat16 kernels do segments token by token in float32 where the inverse is so large that errors grow. With
     ``exact_repeats`` they do so, too, where keys are nearly the same, whatever the inverse's size: where the squares
-    of entries below the diagonal add up to more than 4 a token, in chunks with half of a segment's tokens or more.
+    of entries below the diagonal add up to more than C / 4 a token, in chunks with half of a segment's tokens or more.
     Chunks lose some percent there, and this is slow.
     """
     eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)

@@ -35,8 +35,8 @@ from flexsp.devices import (
     of_properties,
     planned_for,
 )  # fmt: skip
-from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.diagonal.tiles import all_configs, choose
+from flexsp.kernels.diagonal.tiling import make_tiling
 from tests import variants
 from tests.harness.compiling import in_child
 
@@ -210,7 +210,7 @@ def test_tiles_of_an_h200_stay(key: tuple[str, int, int]) -> None:
 def test_segments_of_an_h200_stay() -> None:
     for (B, T, H, docs), want in H200_SEGMENTS.items():
         x = torch.empty(B, T, H, 128, dtype=BF16, device="meta")
-        plan = make_plan(x, x, docs)
+        plan = make_tiling(x, x, docs)
         assert (plan.n_chunks, plan.per_seg, plan.n_seg) == want
 
 
@@ -260,8 +260,8 @@ def test_a_plan_is_of_its_gpu() -> None:
     assert us[B200] < us[H200] < us[H100] < us[A100] < us[A10] < us[L4]
     x = torch.empty(1, 65536, 4, 128, dtype=BF16, device="meta")
     with planned_for(A100):
-        smaller = make_plan(x, x, 0)
-    assert smaller.tiles.chunk == 32 and smaller.tiles.dv is not None and smaller.n_seg < 2 * make_plan(x, x, 0).n_seg
+        smaller = make_tiling(x, x, 0)
+    assert smaller.tiles.chunk == 32 and smaller.tiles.dv is not None and smaller.n_seg < 2 * make_tiling(x, x, 0).n_seg
 
 
 def test_explain_names_the_gpu() -> None:
@@ -483,5 +483,5 @@ def test_replaced_devices_are_others() -> None:
     """Plans are kept by GPU: one that differs in anything has plans of its own."""
     x = torch.empty(1, 4096, 4, 64, dtype=BF16, device="meta")
     with planned_for(replace(H200, programs=8)):
-        few = make_plan(x, x, 0)
-    assert few.n_seg == 2 and make_plan(x, x, 0).n_seg == 32
+        few = make_tiling(x, x, 0)
+    assert few.n_seg == 2 and make_tiling(x, x, 0).n_seg == 32

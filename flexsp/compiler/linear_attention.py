@@ -270,8 +270,8 @@ class LinearAttention:
         if group is not None and group.check_calls:
             tokens = self.program.meta.tokens
             widths = [tuple(inputs[name].shape[inputs[name].dim() - len(x.shape) + 1 :]) for name, x in tokens.items()]
-            text = self.program.call_text(inputs[next(iter(tokens))].dtype, cu_seqlens is not None)
-            group.check_signature((text, *widths, call.states, "boundaries", bounds))
+            description = self.program.description(inputs[next(iter(tokens))].dtype, cu_seqlens is not None)
+            group.check_signature((description, *widths, call.states, "boundaries", bounds))
 
     def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None:
         """Generates the kernels, if calls of such tensors may need them."""
@@ -322,16 +322,18 @@ class LinearAttention:
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
-        text, cu_seqlens = self.program.call_text(first.dtype, bounds is not None), None
+        description, cu_seqlens = self.program.description(first.dtype, bounds is not None), None
         if bounds is not None:
-            text, cu_seqlens = f"{text}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
+            description, cu_seqlens = f"{description}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
         engines = () if self._C else self.program.lowerings
         with arguments.no_autocast(first.device.type):
-            asked = (x.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text) for x in engines)
+            given = tokens | params, prev_s, cu_seqlens, group, description
+            asked = (x.in_pytorch(self.program, *given) for x in engines)
             found = next((x for x in asked if x is not None), None)
             o, final = found or functions.run(
-                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows, text
-            )
+                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows,
+                description,
+            )  # fmt: skip
         return (o if batched else o[0]).to(first.dtype), final
 
     def checked(
@@ -496,7 +498,7 @@ class LinearAttention:
             if type(n) is not int or n < 0:
                 raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
-        lines = [f"transition: {program.transition} ({KINDS[program.transition].text})"]
+        lines = [f"transition: {program.transition} ({KINDS[program.transition].description})"]
         code = self._derived()
         sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())

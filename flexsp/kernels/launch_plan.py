@@ -74,7 +74,7 @@ class LaunchPlan(ABC):
 
     Attributes:
         name: of the operator or variant, for messages.
-        text: what ranks compare of the call.
+        description: what ranks compare of the call.
         tiling: how the call is cut into chunks and segments, and what tiles kernels have.
         B, T, H: sequences, tokens of this rank, heads.
         n_docs: packed documents, 0 if not packed.
@@ -94,7 +94,7 @@ class LaunchPlan(ABC):
     """
 
     name: str
-    text: str
+    description: str
     tiling: Any
     B: int
     T: int

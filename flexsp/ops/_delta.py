@@ -12,7 +12,7 @@ from flexsp.comm.derivatives import transformed
 from flexsp.exceptions import check_number
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.columns import ColumnBlocks
-from flexsp.kernels.delta.plan import engine_runs
+from flexsp.kernels.delta.tiling import engine_runs
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check

@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     """What all transitions of a kind share.
 
     Attributes:
-        text: what the ranks do, for people.
+        description: what the ranks do, for people.
         axes: of ``a`` behind those of the heads, for states [..., H, K, V]: "K", "KV" (all of the state) or "KK"; None
             where there is no ``a``.
         logarithm: ``a`` is the logarithm of a factor.
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
             columns; as a "matrix"; or "" where torch.distributed sends it.
     """
 
-    text: str
+    description: str
     axes: str | None = None
     logarithm: bool = False
     function: str = "decay_none"

@@ -38,13 +38,13 @@ def poisoned(segments: int, heads: int = 1, device: Device = H200) -> Iterator[N
     from triton.runtime.interpreter import ScanOps
 
     from flexsp.compiler.planning import plan
-    from flexsp.kernels.delta import plan as delta
+    from flexsp.kernels.delta import tiling as delta
 
     ScanOps.generic_scan = scan_rows
     before = plan._Cut.plans
     plan._Cut.plans = lambda cut, chunk: iter([cut.plan(chunk, cut.width)])  # type: ignore[method-assign]
     long, delta.LONG = delta.LONG, 1
-    delta.plan_of.cache_clear()
+    delta.tiling_of.cache_clear()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
@@ -56,7 +56,7 @@ def poisoned(segments: int, heads: int = 1, device: Device = H200) -> Iterator[N
         torch.use_deterministic_algorithms(False)
         plan._Cut.plans = before  # type: ignore[method-assign]
         delta.LONG = long
-        delta.plan_of.cache_clear()
+        delta.tiling_of.cache_clear()
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class GeneratedPlan(ExactSegments):
     def __post_init__(self) -> None:
         code, tiling = self.code.sized(self.sizes), self.tiling
         vars(self).update(
-            code=code, name=code.program.merge.name, text=code.program.call_text(self.dtype, self.n_docs > 0),
+            code=code, name=code.program.merge.name, description=code.program.description(self.dtype, self.n_docs > 0),
             chunk=tiling.chunk, n_chunks=tiling.n_chunks, n_seg=tiling.n_seg, sparse=bool(code.layout.parts),
             surely_fits=tiling.sure, scanned=tiling.schedule == "segmented",
         )  # fmt: skip

@@ -25,8 +25,8 @@ Optional = torch.Tensor | None
 
 
 class _Selective(Engine):
-    """Calls of u, delta, A, B, C and what else they have. The form is "flags|call": what is computed, and the text of
-    the call."""
+    """Calls of u, delta, A, B, C and what else they have. The form is "flags|description": what is computed, and what
+    ranks compare of the call."""
 
     kind, title = "selective", NAME
     params = frozenset(("A", "skip", "bias"))
@@ -34,21 +34,21 @@ class _Selective(Engine):
     def __init__(self, form: str) -> None:
         from flexsp.kernels.selective.selective_plan import Form
 
-        flags, self.text = form.split("|", 1)
+        flags, self.description = form.split("|", 1)
         self.form, self.computes = form, Form(*(x == "1" for x in flags))
         self.names = self.computes.names
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.selective.selective_plan import make_plan
+        from flexsp.kernels.selective.selective_plan import make_tiling
 
-        return make_plan(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs)
+        return make_tiling(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> SelectivePlan:
         from flexsp.kernels.selective.selective_plan import SelectivePlan
 
         u, delta, *_ = asked.tensors
         initial = asked.initial is not None
-        return SelectivePlan(tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.text)
+        return SelectivePlan(tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.description)
 
 
 register(_Selective, range(5, 9))
@@ -58,7 +58,7 @@ class _InPytorch:
     """The same calls where no kernels run them."""
 
     def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, Optional]:
-        flags, text = how.split("|", 1)
+        flags, description = how.split("|", 1)
         zoh, softplus, *optional = (x == "1" for x in flags)
         sp, cu_seqlens, initial = asked.group, asked.cu_seqlens, asked.initial
         u, delta, A, B, C, *others = asked.tensors
@@ -68,7 +68,7 @@ class _InPytorch:
             u, delta, A, B, C, D, z, bias, initial = share_backward(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
         with torch.autocast(u.device.type, enabled=False):
             dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
-            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, text, asked.want_final)
+            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, description, asked.want_final)
             return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
 
     def like(self, how: str, asked: Asked) -> Like:

@@ -17,7 +17,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step, zeroed
 from flexsp.kernels.selective import grads, walks
 from flexsp.scan.dense import MOST
 
-__all__ = ["NAME", "Form", "SelectivePlan", "Tiling", "make_plan", "channels_of_head"]
+__all__ = ["NAME", "Form", "SelectivePlan", "Tiling", "make_tiling", "channels_of_head"]
 
 NAME = "the kernels of flexsp.ops.selective_scan"
 _F32 = torch.float32
@@ -75,7 +75,7 @@ def channels_of_head(D: int, N: int) -> int:
     return next(size for size in range(min(D, MOST // N), 0, -1) if D % size == 0)
 
 
-def make_plan(u: torch.Tensor, N: int, n_docs: int) -> Tiling:
+def make_tiling(u: torch.Tensor, N: int, n_docs: int) -> Tiling:
     """Tiling for u [batch, T, H, P] and `n_docs` packed documents (0: not packed), on the GPU that u is on."""
     sizes = (*u.shape, N, n_docs)
     build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
@@ -132,7 +132,7 @@ class SelectivePlan(SegmentedPlan):
     delta: torch.dtype
     initial: bool
     returns_final: bool
-    text: str
+    description: str
     filler: ClassVar[str] = "u"
     kernels: ClassVar[dict[str, Any]] = by_name(
         walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,

@@ -19,7 +19,7 @@ Optional = torch.Tensor | None
 
 
 class _Vector(Engine):
-    """Calls of x and g. The form is the text of the call."""
+    """Calls of x and g. The form is what ranks compare of the call."""
 
     kind, title = "vector", "the kernels of vector states"
     names = ("x", "g")
@@ -28,9 +28,9 @@ class _Vector(Engine):
         self.form = form
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.vector.vector_plan import make_plan
+        from flexsp.kernels.vector.vector_plan import make_tiling
 
-        return make_plan(asked.tensors[0], asked.n_docs)
+        return make_tiling(asked.tensors[0], asked.n_docs)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> VectorPlan:
         from flexsp.kernels.vector.vector_plan import VectorPlan

@@ -17,7 +17,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 from flexsp.kernels.vector import walks
 from flexsp.scan.dense import MOST
 
-__all__ = ["NAME", "Tiling", "VectorPlan", "channels_of_head", "make_plan"]
+__all__ = ["NAME", "Tiling", "VectorPlan", "channels_of_head", "make_tiling"]
 
 NAME = "the kernels of vector states"
 _F32 = torch.float32
@@ -53,7 +53,7 @@ def channels_of_head(D: int) -> int:
     return next(size for size in range(min(D, MOST), 0, -1) if D % size == 0)
 
 
-def make_plan(x: torch.Tensor, n_docs: int) -> Tiling:
+def make_tiling(x: torch.Tensor, n_docs: int) -> Tiling:
     """Tiling for x [batch, T, H, P] and `n_docs` packed documents (0: not packed), on the GPU that x is on."""
     sizes = (*x.shape, n_docs)
     build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
@@ -91,7 +91,7 @@ class VectorPlan(SegmentedPlan):
     gate: torch.dtype
     initial: bool
     returns_final: bool
-    text: str
+    description: str
     filler: ClassVar[str] = "g"
     kernels: ClassVar[dict[str, Any]] = by_name(
         walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.grads_kernel

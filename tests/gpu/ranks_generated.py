@@ -24,7 +24,7 @@ from flexsp.testing.compare import relative_error
 from tests import variants
 
 H = 4
-WIDE = ("g", "w", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
+WIDE = (*variants.WIDE, "prev_s")
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 
 Tensors = dict[str, torch.Tensor]

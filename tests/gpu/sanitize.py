@@ -54,8 +54,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     def of_variant(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> None:
         variants.H, variants.K, variants.V = HEADS, K, V
         tokens, params = variants.draw(name, 1, sum(DOCUMENTS), 0)
-        wide = ("g", "w", "log_gamma", "u")
-        given = {key: x.to("cuda", torch.float32 if key in wide else dtype) for key, x in (tokens | params).items()}
+        given = {
+            key: x.to("cuda", torch.float32 if key in variants.WIDE else dtype) for key, x in (tokens | params).items()
+        }
         bounds, n = None, 1
         if packed:
             bounds, n = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], device="cuda"), len(DOCUMENTS)

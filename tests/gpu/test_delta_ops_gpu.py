@@ -13,7 +13,7 @@ import torch
 from flexsp.devices import H200
 from flexsp.kernels.delta import calls, tiling
 from flexsp.ops import _programs, chunk_gated_delta_product, chunk_gated_delta_rule
-from flexsp.testing.cases import DELTA_CASES, Shape
+from flexsp.testing.cases import PROGRAM_CASES, Shape
 from flexsp.testing.compare import WIDE, low_precision, relative_error
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
 from tests.harness.keys import NAMES as RULES
@@ -24,21 +24,21 @@ LENGTHS = (61, 0, 64, 1, 77, 0)
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("name", DELTA_CASES)
+@pytest.mark.parametrize("name", PROGRAM_CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, seed: int) -> None:
     against_the_token_loop(name, dtype, packed, 64, 48, seed)
 
 
 @pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256)], ids=str)
-@pytest.mark.parametrize("name", DELTA_CASES)
+@pytest.mark.parametrize("name", PROGRAM_CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_large_heads(name: str, size: tuple[int, int], seed: int) -> None:
     against_the_token_loop(name, torch.bfloat16, True, *size, seed)
 
 
 def against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, K: int, V: int, seed: int) -> None:
-    case, bounds = DELTA_CASES[name], torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    case, bounds = PROGRAM_CASES[name], torch.tensor([0, *itertools.accumulate(LENGTHS)])
     T, N = (int(bounds[-1]), len(LENGTHS)) if packed else (150, 2)
     made = case.inputs(Shape(B=1 if packed else 2, T=T, H=2, K=K, V=V, states=N), seed)
     constants = {key: made.pop(key) for key in case.constants}

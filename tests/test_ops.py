@@ -308,6 +308,8 @@ def test_public_names() -> None:
     """Each has rows in the tables of token loops; those that run over ranks, in those of ranks and of GPUs."""
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
     recurrent = {f"recurrent_{name}" for name in ("simple_gla", *RECURRENT)}  # above
+    missing = PUBLIC - named(TOKEN_LOOPS) - recurrent
+    assert not missing, f"flexsp/testing/cases.py: expected a row with a token loop for {sorted(missing)}"
     assert named(TOKEN_LOOPS) | recurrent == PUBLIC
     assert named(OVER_RANKS) >= PARALLEL
     assert named(ON_GPU) >= PARALLEL

@@ -377,7 +377,8 @@ def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
 def test_every_variant_has_a_token_loop() -> None:
     makes = re.compile(r"^(def make\(|make = )", flags=re.MULTILINE)
     files = {path.stem for path in (ROOT / "flexsp" / "variants").glob("*.py") if makes.search(path.read_text())}
-    assert files == {*flexsp.variants.__all__} == {*VARIANTS}
+    assert files == {*flexsp.variants.__all__}, "flexsp/variants/__init__.py: expected every file with a `make`"
+    assert files == {*VARIANTS}, "tests/variants.py: expected a row in VARIANTS for every variant"
 
 
 def test_the_reference_has_every_public_name() -> None:

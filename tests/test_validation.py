@@ -243,7 +243,8 @@ def test_ops_refuse_another_length_than_was_set(name: str, check_calls: bool) ->
 
 def test_the_list_of_layers_is_complete() -> None:
     found = {x for x in layers.__all__ if isinstance(made := getattr(layers, x), type) and issubclass(made, nn.Module)}
-    assert found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"} == {*OF_EACH}
+    wanted = found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"}
+    assert wanted == {*OF_EACH}, f"tests/harness/layers.py: expected rows in LAYERS for {sorted(wanted - {*OF_EACH})}"
 
 
 @pytest.mark.parametrize("name", OF_EACH)

@@ -113,7 +113,7 @@ class Engine(ABC):
             scale: the factor on queries.
         """
         untransformed(cls.title, IN_PYTORCH)
-        want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
+        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)
         initial = None if initial is None else initial.contiguous()
         key = f"{cls.kind}|{form}"
         if not operators.plain(*tensors, initial, cu_seqlens):

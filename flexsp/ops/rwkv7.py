@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -73,6 +73,7 @@ def chunk_rwkv7(
     return programs.run_matrix("rwkv7", sizes, inputs, scale, call, first="r")
 
 
+@recurrence_of(chunk_rwkv7)
 @one_dtype("r k v a b")
 def recurrent_rwkv7(
     r: torch.Tensor,
@@ -101,11 +102,6 @@ def recurrent_rwkv7(
         >>> kk, w = torch.nn.functional.normalize(x, dim=-1), -0.6 * torch.rand(2, 1, 4, 64)
         >>> o, state = recurrent_rwkv7(r, w, k, v, -kk, kk * torch.rand_like(kk), output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_rwkv7(
-            r=r, w=w, k=k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     B, T, H, K, V = _checked(r, w, k, v, a, b)
     call = programs.Call(initial_state, output_final_state)
     initial = programs.initial_state((H, K, V), "H, K, V", call, None, r)

@@ -77,7 +77,7 @@ def choose_plan(
 
 
 def refusal(
-    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool, ranks: bool = False
+    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool
 ) -> str | None:  # fmt: skip
     """Why neither generated kernels nor a lowering run a call with these inputs, or None.
 

@@ -132,17 +132,9 @@ def diagonal(
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
-    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)
-    if not in_kernels and not functions.in_graph():
-        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-            call += f", boundaries {cu_seqlens.tolist()}"
-        with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
-            return in_pytorch.run(
-                q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state, rows
-            )  # fmt: skip
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     tensors, form = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
-    if in_kernels:
+    if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
         decays = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
         o, final = Diagonal.run(
@@ -150,9 +142,9 @@ def diagonal(
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
-    want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
-    return functions.call(
-        Diagonal.kind, form, tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp, scale=scale
+    return functions.run(
+        Diagonal.kind, form, tensors, initial_state, cu_seqlens, output_final_state=output_final_state, sp=sp,
+        scale=scale,
     )  # fmt: skip
 
 

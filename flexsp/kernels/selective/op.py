@@ -66,10 +66,9 @@ class _InPytorch:
         D, z, bias = (next(left) if there else None for there in optional)
         if sp is not None:  # D and z do not lead to the exchange of states
             u, delta, A, B, C, D, z, bias, initial = share_backward(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
-        with torch.autocast(u.device.type, enabled=False):
-            dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
-            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, description, asked.want_final)
-            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
+        dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
+        y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, description, asked.want_final)
+        return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
 
     def like(self, how: str, asked: Asked) -> Like:
         u, _, A, *_ = asked.tensors
@@ -94,16 +93,10 @@ def selective(
     flags = "".join(str(int(x)) for x in (zoh, softplus, *(x is not None for x in (D, z, delta_bias))))
     if not asks_for_kernels(u.is_cuda, u.dtype):
         tensors = [u, delta, A, B, C, *(x for x in (D, z, delta_bias) if x is not None)]
-        if functions.in_graph():
-            want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
-            return functions.call(
-                _Selective.kind, f"{flags}|{call}", tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp
-            )  # fmt: skip
-        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-            call += f", boundaries {cu_seqlens.tolist()}"
-        n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        asked = Asked(tensors, initial_state, cu_seqlens, n_docs, 1.0, output_final_state, sp)
-        return _InPytorch().run(f"{flags}|{call}", asked)
+        return functions.run(
+            _Selective.kind, f"{flags}|{call}", tensors, initial_state, cu_seqlens,
+            output_final_state=output_final_state, sp=sp,
+        )  # fmt: skip
     from flexsp.kernels.selective.selective_plan import channels_of_head
 
     heads = (-1, channels_of_head(*A.shape))

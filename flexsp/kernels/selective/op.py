@@ -39,9 +39,10 @@ class _Selective(Engine):
         self.names = self.computes.names
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.selective.selective_plan import make_tiling
+        from flexsp.kernels.channel_tiling import make_tiling
+        from flexsp.kernels.selective.selective_plan import LIMITS
 
-        return make_tiling(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs)
+        return make_tiling(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs, LIMITS)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> SelectivePlan:
         from flexsp.kernels.selective.selective_plan import SelectivePlan
@@ -97,7 +98,7 @@ def selective(
             _Selective.kind, f"{flags}|{call}", tensors, initial_state, cu_seqlens,
             output_final_state=output_final_state, sp=sp,
         )  # fmt: skip
-    from flexsp.kernels.selective.selective_plan import channels_of_head
+    from flexsp.kernels.channel_tiling import channels_of_head
 
     heads = (-1, channels_of_head(*A.shape))
     optional = [None if D is None else D.unflatten(0, heads), None if z is None else z.unflatten(2, heads),

@@ -277,7 +277,7 @@ GATES = [
         "flexsp/scan/by_kernel.py",
         ("own, entering = slots if reverse else reversed(slots)", "own, entering = reversed(slots)",
          "states go to the right where they should go to the left", _BY_KERNEL + "test_both_roads_agree[2]"),
-        ("states.fill_(transition.nothing)", "states.fill_(1.0)", "what enters the first rank is not 0",
+        ("states.fill_(transition.neutral)", "states.fill_(1.0)", "what enters the first rank is not 0",
          _BY_KERNEL + "test_values"),
         ("-(-rows // each), each", "rows // each, each", "tiles have no room", _BY_KERNEL + "test_values"),
         (" with states {facts_of((F,))}", "", "states of two shapes in equal tiles are taken for each other",

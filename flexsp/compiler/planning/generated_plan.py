@@ -26,7 +26,7 @@ from flexsp.compiler.planning.capacity import copied_over
 from flexsp.compiler.planning.exact import ExactSegments
 from flexsp.exceptions import fail
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, minus_infinity, named, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["GeneratedPlan", "Tiling"]
@@ -242,7 +242,7 @@ class GeneratedPlan(ExactSegments):
         carried = ("@cut",) if factors else ("@decay", "@cut")
         names = ["@states", *(x for x in named(*self._summarize()[0].pointers) if x in carried)]
         units = [unit("@A")] if self.code.dense else [ones("@decay")] if factors else []
-        return [*units, zeroed(*names), *([nothing("@states")] if self._maxima else [])]
+        return [*units, zeroed(*names), *([minus_infinity("@states")] if self._maxima else [])]
 
     def _backward(self, dfinal: bool, dinitial: bool) -> list[LaunchSpec]:
         code, plan = self.code, self.tiling

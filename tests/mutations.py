@@ -330,7 +330,7 @@ _COMPILER = [
          "tests/test_generated_offline.py::test_resources[simple_gla-packed]"),
     ),
     *_in(
-        "flexsp/compiler/planning/plan.py",
+        "flexsp/compiler/planning/tiling.py",
         ("// chunk) + self.n_docs", "// chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("n_seg = max(1, -(-n_chunks // per_seg))", "n_seg = max(1, n_chunks // per_seg)", "the last segment is left out",
          "tests/test_plans_cover.py"),

@@ -355,7 +355,7 @@ GATES = [
          "gradients of running gates are written over those of keys", _SUMS_OF_HGRN2),
     ),
     *_in(
-        "flexsp/compiler/planning/plan.py",
+        "flexsp/compiler/planning/tiling.py",
         ("if padded(K) * padded(V) <= 128 * 64:", "if True:", "numbers beside large states are not refused",
          "tests/test_state_parts.py::test_numbers_beside_large_states"),
     ),

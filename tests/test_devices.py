@@ -19,7 +19,7 @@ import torch
 from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.planning.explain import describe
 from flexsp.compiler.planning.model import predict
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.devices import (
     A10,
     A100,
@@ -238,7 +238,7 @@ def one_of_a_kind(key: Any) -> bool:
 def test_plans_of_an_h200_stay(key: Any) -> None:
     name, dtype, K, V, heads, T, docs, ranks = key
     code = code_of(name, K, V, getattr(torch, dtype))
-    x = choose_plan(code, sizes_of(code, K, V), heads, T, docs, getattr(torch, dtype), ranks, H200)
+    x = choose_tiling(code, sizes_of(code, K, V), heads, T, docs, getattr(torch, dtype), ranks, H200)
     found = [(how.cols, how.warps, how.stages, how.registers) for how in (x.walk, x.whole, x.part, x.small)]
     assert (x.chunk, x.n_chunks, x.per_seg, x.n_seg, *found) == H200_PLANS[key]
 
@@ -249,7 +249,7 @@ def test_plans_of_an_h200_stay(key: Any) -> None:
 def test_a_plan_is_of_its_gpu() -> None:
     """Segments fill its multiprocessors, tiles fit its blocks, and predicted times follow its rates."""
     code, sizes = code_of("gla", 128, 128, BF16), {"K": 128, "V": 128}
-    plans = {x: choose_plan(code, sizes, 4, 65536, 0, BF16, ranks=True, device=x) for x in KNOWN}
+    plans = {x: choose_tiling(code, sizes, 4, 65536, 0, BF16, ranks=True, device=x) for x in KNOWN}
     assert plans[H200] == plans[H100] and plans[A100].n_seg < plans[H200].n_seg
     assert plans[A10].walk != plans[H200].walk
     us = {}

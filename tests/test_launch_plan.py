@@ -16,7 +16,7 @@ import torch
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.devices import of_arch
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 from flexsp.kernels.diagonal.tiling import make_tiling
@@ -57,7 +57,7 @@ def calls(name: str) -> Iterator[GeneratedPlan]:
     sizes = dict.fromkeys(code.layout.sizes, 64)
     for T, docs, ranks, given in itertools.product((40, 9000), (0, 3), (False, True), (False, True)):
         B = 1 if docs else 2
-        plan = choose_plan(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
+        plan = choose_tiling(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
         yield GeneratedPlan(code, plan, sizes, B, H, T, docs, BF16, given, returns_final=not ranks)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS
-from flexsp.compiler.planning.plan import _Cut
+from flexsp.compiler.planning.tiling import _Cut
 from flexsp.devices import H200
 from flexsp.kernels.delta import tiling as delta
 from flexsp.kernels.diagonal import tiles

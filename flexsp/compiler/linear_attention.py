@@ -442,7 +442,7 @@ class LinearAttention:
         code = self._generated
         if isinstance(code, str):
             return code
-        from flexsp.compiler.planning.plan import refusal
+        from flexsp.compiler.planning.tiling import refusal
 
         return refusal(code, names, looks, on_gpu)
 

@@ -88,10 +88,7 @@ def recurrent_gla(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_gla` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
     ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
     ``gv`` [B, T, H, V] are natural-log gates of the columns of the state, as in that library:
     S_t = diag(e^{g_t}) S_{t-1} diag(e^{gv_t}) + k_t v_t^T. The chunked op has none.

@@ -279,7 +279,7 @@ GATES = [
         "flexsp/scan/by_kernel.py",
         ("own, entering = slots if reverse else reversed(slots)", "own, entering = reversed(slots)",
          "states go to the right where they should go to the left", _BY_KERNEL + "test_both_roads_agree[2]"),
-        ("states.fill_(transition.nothing)", "states.fill_(1.0)", "what enters the first rank is not 0",
+        ("states.fill_(transition.neutral)", "states.fill_(1.0)", "what enters the first rank is not 0",
          _BY_KERNEL + "test_values"),
         ("-(-rows // each), each", "rows // each, each", "tiles have no room", _BY_KERNEL + "test_values"),
         (" with states {facts_of((F,))}", "", "states of two shapes in equal tiles are taken for each other",
@@ -357,7 +357,7 @@ GATES = [
          "gradients of running gates are written over those of keys", _SUMS_OF_HGRN2),
     ),
     *_in(
-        "flexsp/compiler/planning/plan.py",
+        "flexsp/compiler/planning/tiling.py",
         ("if padded(K) * padded(V) <= 128 * 64:", "if True:", "numbers beside large states are not refused",
          "tests/test_state_parts.py::test_numbers_beside_large_states"),
     ),

@@ -26,7 +26,7 @@ _GENERATED = "tests/test_generated.py::"
 _BEHIND = "tests/test_gated_keys.py::test_heads_and_sequences_behind_strides"
 _DELTA = "tests/test_delta_engine.py::"
 _KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys, packed]"
-_VECTORS = "tests/test_launches.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
+_VECTORS = "tests/test_launch_plan.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
@@ -141,7 +141,7 @@ KERNELS = [
          "all outputs are those of the first tokens", "tests/test_keys_of_tokens.py::test_as_a_row_a_key[two keys]"),
     ),
     *_in(
-        "flexsp/kernels/delta/plan.py",
+        "flexsp/kernels/delta/tiling.py",
         ("min(end * self.per_seg, self.n_chunks)", "end * self.per_seg", "a part has chunks past the last",
          "tests/test_plans_cover.py::test_the_delta_engine"),
         ("return min(self.per_part * self.per_seg, self.n_chunks)", "return self.per_seg", "a part has no room for its chunks",
@@ -316,7 +316,7 @@ KERNELS = [
         ("length = tl.minimum(T - start, C)", "length = C", "the last chunk is as long as the others", _PLAIN),
     ),
     *_in(
-        "flexsp/kernels/diagonal/plan.py",
+        "flexsp/kernels/diagonal/tiling.py",
         ("// choice.chunk) + n_docs", "// choice.chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
         ("max(1, -(-n_chunks // per_seg)))", "max(1, n_chunks // per_seg))", "the last segment is left out",
          "tests/test_plans_cover.py"),
@@ -375,9 +375,9 @@ KERNELS = [
     *_in(
         "flexsp/kernels/launch_spec.py",
         ("for name in self.inputs)}) == 1", "for name in self.inputs[:1])}) == 1", "strides of one input serve all",
-         "tests/test_launches.py::test_one_token_stride_for_all"),
+         "tests/test_launch_plan.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
-         "tests/test_launches.py::test_one_token_stride_for_all"),
+         "tests/test_launch_plan.py::test_one_token_stride_for_all"),
     ),
     *_in(
         "flexsp/kernels/delta/exact.py",

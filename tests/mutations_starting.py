@@ -85,6 +85,8 @@ STARTING = [
         "flexsp/launch/doctor.py",
         ('"ok" if numpy else "fail"', '"ok"', "doctor takes no notice of numpy",
          "tests/test_installed.py::test_doctor_names_numpy_where_it_is_missing"),
+        ('Finding("ok", "posix"', 'Finding("ok", "shm"', "doctor says nothing of a transport",
+         "tests/test_cli.py::test_every_transport_has_a_line"),
     ),
     *_in(
         "flexsp/nn/exactness.py",

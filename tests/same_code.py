@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--slow", action="store_true", help="also what `make test-all` compiles")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("tests", nargs="*", help="files of tests (default: all)")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # ARGS of make stand behind BASE: options, then files
     base = of_commit(args.base, args.slow, args.workers, args.tests)
     now = compiled(ROOT, args.slow, args.workers, args.tests)
     differing = compare(base, now)

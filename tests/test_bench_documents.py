@@ -10,8 +10,11 @@ import pytest
 from flexsp.bench import document, record, scale, summary, table
 from flexsp.bench.cases import CASES
 from flexsp.launch.cli import main
+from flexsp.nn.recurrent import RecurrentLayer
 from tests.guides import ROOT
 from tests.harness.bench import CPU, _row
+from tests.harness.layers import OF_EACH
+from tests.harness.ops import PARALLEL, PUBLIC
 
 DOCUMENTS = ("README.md", "benchmarks/README.md", "docs/variants.md")
 
@@ -28,6 +31,15 @@ def test_documents_have_the_numbers_of_their_files(name: str) -> None:
     """`flexsp bench document` with these names writes them anew."""
     text = (ROOT / name).read_text()
     assert "<!-- measured: " in text and document.refreshed(ROOT / name) == text
+
+
+def test_every_op_and_layer_has_its_rows() -> None:
+    page = (ROOT / "docs" / "variants.md").read_text()
+    parts = {part.split("\n", 1)[0]: part for part in page.split("\n## ")}
+    layers = {name for name, (cls, *_) in OF_EACH.items() if issubclass(cls, RecurrentLayer)}
+    wanted = {"Equations": PUBLIC, "Programs, states and tests": PARALLEL | layers}
+    missing = {title: sorted(x for x in names if f"`{x}`" not in parts[title]) for title, names in wanted.items()}
+    assert not any(missing.values()), f"docs/variants.md: expected rows with these names: {missing}"
 
 
 def test_every_result_file_stands_in_a_document() -> None:

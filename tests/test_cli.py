@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flexsp.comm.transport import transports
 from flexsp.launch import cli, doctor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,6 +151,10 @@ def _report(gpus: int, reach: bool = True, **missing: Any) -> dict[str, Any]:
 )
 def test_transports_by_what_is_there(report: dict[str, Any], levels: dict[str, str]) -> None:
     assert {f.name: f.level for f in doctor.transports(report) if f.name != "posix"} == levels
+
+
+def test_every_transport_has_a_line() -> None:
+    assert sorted(f.name for f in doctor.transports(_report(2))) == sorted(transports())
 
 
 @pytest.fixture

@@ -111,12 +111,12 @@ def compile_config(
     from flexsp.kernels import executable, operators
     from flexsp.kernels.delta import calls
     from flexsp.kernels.delta.delta_plan import DeltaPlan
-    from flexsp.kernels.delta.plan import plan_of
+    from flexsp.kernels.delta.tiling import tiling_of
     from flexsp.runtime import tested_versions
     from flexsp.testing.offline import record_launches
 
     if ranks:  # the launches are those of several ranks, though the call is of one
-        calls.plan_of = lambda *args: plan_of(*args[:8], True, *args[9:])  # type: ignore[assignment]
+        calls.tiling_of = lambda *args: tiling_of(*args[:8], True, *args[9:])  # type: ignore[assignment]
     if not gluon:
         tested_versions.GLUON = frozenset()  # type: ignore[misc]
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests

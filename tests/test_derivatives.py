@@ -30,13 +30,13 @@ from flexsp.nn import conv
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.testing import compare
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick, slow
 
-ALL = CASES | DELTA_CASES
+ALL = CASES | PROGRAM_CASES
 Tensors = dict[str, torch.Tensor]
 Call = Callable[[], tuple[torch.Tensor, ...]]
 

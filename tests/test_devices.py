@@ -19,7 +19,7 @@ import torch
 from flexsp.compiler.backend.exact import EXACT
 from flexsp.compiler.planning.explain import describe
 from flexsp.compiler.planning.model import predict
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.devices import (
     A10,
     A100,
@@ -35,8 +35,8 @@ from flexsp.devices import (
     of_properties,
     planned_for,
 )  # fmt: skip
-from flexsp.kernels.diagonal.plan import make_plan
 from flexsp.kernels.diagonal.tiles import all_configs, choose
+from flexsp.kernels.diagonal.tiling import make_tiling
 from tests import variants
 from tests.harness.compiling import in_child
 
@@ -210,7 +210,7 @@ def test_tiles_of_an_h200_stay(key: tuple[str, int, int]) -> None:
 def test_segments_of_an_h200_stay() -> None:
     for (B, T, H, docs), want in H200_SEGMENTS.items():
         x = torch.empty(B, T, H, 128, dtype=BF16, device="meta")
-        plan = make_plan(x, x, docs)
+        plan = make_tiling(x, x, docs)
         assert (plan.n_chunks, plan.per_seg, plan.n_seg) == want
 
 
@@ -238,7 +238,7 @@ def one_of_a_kind(key: Any) -> bool:
 def test_plans_of_an_h200_stay(key: Any) -> None:
     name, dtype, K, V, heads, T, docs, ranks = key
     code = code_of(name, K, V, getattr(torch, dtype))
-    x = choose_plan(code, sizes_of(code, K, V), heads, T, docs, getattr(torch, dtype), ranks, H200)
+    x = choose_tiling(code, sizes_of(code, K, V), heads, T, docs, getattr(torch, dtype), ranks, H200)
     found = [(how.cols, how.warps, how.stages, how.registers) for how in (x.walk, x.whole, x.part, x.small)]
     assert (x.chunk, x.n_chunks, x.per_seg, x.n_seg, *found) == H200_PLANS[key]
 
@@ -249,7 +249,7 @@ def test_plans_of_an_h200_stay(key: Any) -> None:
 def test_a_plan_is_of_its_gpu() -> None:
     """Segments fill its multiprocessors, tiles fit its blocks, and predicted times follow its rates."""
     code, sizes = code_of("gla", 128, 128, BF16), {"K": 128, "V": 128}
-    plans = {x: choose_plan(code, sizes, 4, 65536, 0, BF16, ranks=True, device=x) for x in KNOWN}
+    plans = {x: choose_tiling(code, sizes, 4, 65536, 0, BF16, ranks=True, device=x) for x in KNOWN}
     assert plans[H200] == plans[H100] and plans[A100].n_seg < plans[H200].n_seg
     assert plans[A10].walk != plans[H200].walk
     us = {}
@@ -260,8 +260,8 @@ def test_a_plan_is_of_its_gpu() -> None:
     assert us[B200] < us[H200] < us[H100] < us[A100] < us[A10] < us[L4]
     x = torch.empty(1, 65536, 4, 128, dtype=BF16, device="meta")
     with planned_for(A100):
-        smaller = make_plan(x, x, 0)
-    assert smaller.tiles.chunk == 32 and smaller.tiles.dv is not None and smaller.n_seg < 2 * make_plan(x, x, 0).n_seg
+        smaller = make_tiling(x, x, 0)
+    assert smaller.tiles.chunk == 32 and smaller.tiles.dv is not None and smaller.n_seg < 2 * make_tiling(x, x, 0).n_seg
 
 
 def test_explain_names_the_gpu() -> None:
@@ -483,5 +483,5 @@ def test_replaced_devices_are_others() -> None:
     """Plans are kept by GPU: one that differs in anything has plans of its own."""
     x = torch.empty(1, 4096, 4, 64, dtype=BF16, device="meta")
     with planned_for(replace(H200, programs=8)):
-        few = make_plan(x, x, 0)
-    assert few.n_seg == 2 and make_plan(x, x, 0).n_seg == 32
+        few = make_tiling(x, x, 0)
+    assert few.n_seg == 2 and make_tiling(x, x, 0).n_seg == 32

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flexsp.devices import H200, planned_for
-from flexsp.kernels.diagonal.plan import make_plan
+from flexsp.kernels.diagonal.tiling import make_tiling
 from flexsp.testing.cases import Shape
 from flexsp.testing.ranks import run_ranks
 from tests.harness.diagonal import ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk
@@ -73,9 +73,9 @@ def test_more_heads_than_a_grid_has_rows() -> None:
     """CUDA's second axis ends at 65,535 blocks; what is past it is refused before anything is launched."""
     q, v = torch.empty(2048, 1, 32, 16, device="meta"), torch.empty(2048, 1, 32, 4, device="meta")
     with planned_for(H200):
-        assert make_plan(q[:, :, :31], v[:, :, :31], 0).B == 2048
+        assert make_tiling(q[:, :, :31], v[:, :, :31], 0).B == 2048
         with pytest.raises(ValueError, match=r"q: expected B \* H <= 65535 .* got 65536\. Pack"):
-            make_plan(q, v, 0)
+            make_tiling(q, v, 0)
 
 
 def _after_nan(sp: Any, name: str) -> list[bool]:

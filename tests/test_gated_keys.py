@@ -12,7 +12,7 @@ import torch
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.testing.compare import DRAWS, RoundedProducts, a_rounding_off, check_functions, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
@@ -206,7 +206,7 @@ def test_strong_gates_in_float32(seed: int) -> None:
 
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
     code, sizes = model.kernels, {"D": 16, "E": 16}
-    plan = choose_plan(code, sizes, 2, 500, 0, dtype, chunk=chunk)
+    plan = choose_tiling(code, sizes, 2, 500, 0, dtype, chunk=chunk)
     call = GeneratedPlan(code, plan, sizes, 1, 2, 500, 0, dtype)
     return [x.kind for x in (*call.forward(), *call.backward(False, False))]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexsp.compiler.frontend import primitives
-from flexsp.compiler.planning.plan import refusal
+from flexsp.compiler.planning.tiling import refusal
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants

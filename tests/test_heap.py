@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from flexsp.comm import nvshmem, posix, watchdog
 from flexsp.comm.group import SequenceParallel
-from flexsp.comm.heap import default_heap_bytes
 from flexsp.comm.transport import create_heap
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout
 from flexsp.testing.ranks import run_ranks
@@ -94,17 +93,6 @@ def test_bad_arguments() -> None:
         create_heap("magic", 4096, rank=0, global_ranks=[0], cpu_group=None, device=CPU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nbytes"):
         create_heap("posix", 0, rank=0, global_ranks=[0], cpu_group=None, device=CPU)  # type: ignore[arg-type]
-
-
-def test_heap_size_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLEXSP_HEAP_MIB", raising=False)
-    assert default_heap_bytes() == 256 << 20
-    monkeypatch.setenv("FLEXSP_HEAP_MIB", "3")
-    assert default_heap_bytes() == 3 << 20
-    for text in ("-1", "much"):
-        monkeypatch.setenv("FLEXSP_HEAP_MIB", text)
-        with pytest.raises(ValueError, match="FLEXSP_HEAP_MIB"):
-            default_heap_bytes()
 
 
 def test_device_library_is_found_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
-from flexsp.runtime.workarounds.vector_flags import drop_lane_flags, packed_carries
+from flexsp.runtime.workarounds.vector_flags import drop_lane_flags
 from tests.harness.compiling import in_child
 
 
@@ -25,6 +26,15 @@ from tests.harness.compiling import in_child
 )
 def test_only_flags_of_integer_vectors_go(line: str, want: str) -> None:
     assert drop_lane_flags(line) == want
+
+
+def packed_carries(ptx: str) -> list[str]:
+    """Instructions of PTX that join a 64-bit product with a number in the upper half: two 32-bit lanes, the first of
+    which may run into the second."""
+    wide = set(re.findall(r"mul\.wide\.[us]32\s+(%rd\d+),", ptx))
+    upper = {name for name, by in re.findall(r"shl\.b64\s+(%rd\d+), %rd\d+, (\d+);", ptx) if int(by) >= 32}
+    joined = re.finditer(r"or\.b64\s+%rd\d+, (%rd\d+), (%rd\d+);", ptx)
+    return [x[0] for x in joined if {x[1], x[2]} & wide and {x[1], x[2]} & upper]
 
 
 def compile_scores(plain: bool) -> list[str]:

@@ -20,10 +20,10 @@ from flexsp.compiler import ConstExpr, LinearAttention, Lowering, SymbTensor, re
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.compiler.planning import plan as planning
+from flexsp.compiler.planning import tiling as planning
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.model import predict
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.kernels.launch_plan import Buffer, Role
 from flexsp.kernels.launch_spec import LaunchSpec
 from flexsp.variants import linear, vector_gated_delta
@@ -83,7 +83,7 @@ def variant(functions: Any, K: int = 16, **options: Any) -> LinearAttention:
 
 def call_of(model: LinearAttention, K: int = 16, n_docs: int = 0) -> GeneratedPlan:
     sizes = {"K": K, "V": 16}
-    plan = choose_plan(model.kernels, sizes, 2, 4096, n_docs, torch.float32)
+    plan = choose_tiling(model.kernels, sizes, 2, 4096, n_docs, torch.float32)
     return GeneratedPlan(model.kernels, plan, sizes, 1, 2, 4096, n_docs, torch.float32)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -25,7 +25,7 @@ from tests.harness.interpreted import INTERPRETED
 from tests.harness.recorder import Recorder
 from tests.marks import quick
 
-ALL = CASES | DELTA_CASES
+ALL = CASES | PROGRAM_CASES
 NAMES = [*ALL, *(f"variant {name}" for name in ("gla", "deltanet", "gla_own_bias", "hgrn"))]
 AS_KERNELS = [
     "normalized", "gamma", "delta_rule", "gated_delta_rule_in_kernel", "kda", "variant deltanet",

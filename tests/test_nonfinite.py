@@ -14,7 +14,7 @@ import torch
 
 from flexsp import ops
 from flexsp.devices import H200, planned_for
-from flexsp.testing.cases import DELTA_CASES, Shape
+from flexsp.testing.cases import PROGRAM_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -107,7 +107,7 @@ def closed_delta_gates(sp: Any, seed: int, dtype: torch.dtype, capability: int =
     sp.set_lengths(lengths)
     here = slice(sum(lengths[: sp.rank]), sum(lengths[: sp.rank + 1]))
     for name in OPS_WITH_GATES:
-        case = DELTA_CASES[name]
+        case = PROGRAM_CASES[name]
         made = case.inputs(Shape(B=1, T=45, H=2, K=capability, V=5), seed)
         made["g"][:, 3::9], made["g"][:, 4::18] = -torch.inf, -1e4
         rest = {key: x for key, x in made.items() if not isinstance(x, torch.Tensor)}

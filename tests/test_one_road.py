@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
 from tests.op_cases import OTHER_CASES
 
-ALL = CASES | DELTA_CASES | OTHER_CASES
+ALL = CASES | PROGRAM_CASES | OTHER_CASES
 SMALL = Shape(B=1, T=6, H=2, K=4, V=4)
 
 

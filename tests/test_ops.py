@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexsp import ops
-from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape, random_documents
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Case, Shape, random_documents
 from flexsp.testing.compare import DRAWS, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from tests.harness.ops import ON_GPU, OVER_RANKS, PARALLEL, PUBLIC, TOKEN_LOOPS, named
@@ -19,7 +19,7 @@ from tests.marks import by_turns
 
 EXACT = 1e-12
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-ALL = CASES | DELTA_CASES
+ALL = CASES | PROGRAM_CASES
 every_case = pytest.mark.parametrize("case", ALL.values(), ids=ALL.keys())
 
 
@@ -156,14 +156,14 @@ def test_recurrent_equals_chunked(gate: str, dtype: torch.dtype) -> None:
     check_op(ops.recurrent_simple_gla, oracle, inputs, dtype=dtype, low_engine=float32_token_loop)
 
 
-# `recurrent_NAME` of ops of `DELTA_CASES`, and the case that it is tested with.
+# `recurrent_NAME` of ops of `PROGRAM_CASES`, and the case that it is tested with.
 RECURRENT = {
-    name: f"{name}_in_kernel" if f"{name}_in_kernel" in DELTA_CASES else name
-    for name in DELTA_CASES if hasattr(ops, f"recurrent_{name}")
+    name: f"{name}_in_kernel" if f"{name}_in_kernel" in PROGRAM_CASES else name
+    for name in PROGRAM_CASES if hasattr(ops, f"recurrent_{name}")
 }  # fmt: skip
 
 
-def recurrent_delta(name: str, **inputs: Any) -> Any:
+def recurrent(name: str, **inputs: Any) -> Any:
     if name == "gated_delta_product":
         inputs = inputs | {key: inputs[key].flatten(1, 2) for key in ("k", "v", "beta")} | {"num_householder": 2}
     return getattr(ops, f"recurrent_{name}")(**inputs)
@@ -171,16 +171,16 @@ def recurrent_delta(name: str, **inputs: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_delta_rules(name: str, dtype: torch.dtype) -> None:
-    case = DELTA_CASES[RECURRENT[name]]
+def test_recurrent_ops_of_programs(name: str, dtype: torch.dtype) -> None:
+    case = PROGRAM_CASES[RECURRENT[name]]
     inputs = fresh(case, Shape(T=21, states=2))
-    op = functools.partial(recurrent_delta, name)
+    op = functools.partial(recurrent, name)
     check_op(op, case.oracle, inputs, dtype=dtype, low_engine=float32_token_loop, draws=draws(case, dtype))
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_prompt_of_a_delta_rule_then_token_by_token(name: str) -> None:
-    case = DELTA_CASES[RECURRENT[name]]
+def test_prompt_of_a_program_then_token_by_token(name: str) -> None:
+    case = PROGRAM_CASES[RECURRENT[name]]
     inputs = fresh(case, Shape(T=50))
     if name == "gated_delta_rule":
         inputs["state_v_first"] = True
@@ -188,7 +188,7 @@ def test_prompt_of_a_delta_rule_then_token_by_token(name: str) -> None:
     cuts = slice(0, 40), slice(40, 50)
     parts = [{n: x[:, at] if n in case.tokens else x for n, x in inputs.items()} for at in cuts]
     first, state = case.op(**parts[0], output_final_state=True)
-    rest, state = recurrent_delta(name, **parts[1], initial_state=state, output_final_state=True)
+    rest, state = recurrent(name, **parts[1], initial_state=state, output_final_state=True)
     assert relative_error(torch.cat([first, rest], dim=1), whole) < EXACT
     assert relative_error(state, last) < EXACT
 
@@ -308,6 +308,8 @@ def test_public_names() -> None:
     """Each has rows in the tables of token loops; those that run over ranks, in those of ranks and of GPUs."""
     assert all(callable(getattr(ops, name)) for name in ops.__all__)
     recurrent = {f"recurrent_{name}" for name in ("simple_gla", *RECURRENT)}  # above
+    missing = PUBLIC - named(TOKEN_LOOPS) - recurrent
+    assert not missing, f"flexsp/testing/cases.py: expected a row with a token loop for {sorted(missing)}"
     assert named(TOKEN_LOOPS) | recurrent == PUBLIC
     assert named(OVER_RANKS) >= PARALLEL
     assert named(ON_GPU) >= PARALLEL

@@ -377,7 +377,8 @@ def test_the_guide_to_engines_runs(tmp_path: Path) -> None:
 def test_every_variant_has_a_token_loop() -> None:
     makes = re.compile(r"^(def make\(|make = )", flags=re.MULTILINE)
     files = {path.stem for path in (ROOT / "flexsp" / "variants").glob("*.py") if makes.search(path.read_text())}
-    assert files == {*flexsp.variants.__all__} == {*VARIANTS}
+    assert files == {*flexsp.variants.__all__}, "flexsp/variants/__init__.py: expected every file with a `make`"
+    assert files == {*VARIANTS}, "tests/variants.py: expected a row in VARIANTS for every variant"
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -460,8 +461,8 @@ def test_tests_of_the_gpu_name_what_is_there(tmp_path: Path) -> None:
     files = [path for path in (ROOT / "tests" / "gpu").glob("*.py") if path.name != "test_exact_as_peer_gpu.py"]
     assert files and [name for path in files for name in _names_missing(path)] == []
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from flexsp.kernels.delta import plan\nplan.Plan\nmonkeypatch.setattr(plan, '_gone', 1)\n")
-    assert _names_missing(wrong) == [f"wrong.py: flexsp.kernels.delta.plan.{name}" for name in ("Plan", "_gone")]
+    wrong.write_text("from flexsp.kernels.delta import tiling\ntiling.Plan\nmonkeypatch.setattr(tiling, '_gone', 1)\n")
+    assert _names_missing(wrong) == [f"wrong.py: flexsp.kernels.delta.tiling.{name}" for name in ("Plan", "_gone")]
 
 
 def test_tool_releases_agree() -> None:

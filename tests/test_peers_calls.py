@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from flexsp import ops
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from tests.op_cases import OTHER_CASES
 
-ALL = CASES | DELTA_CASES | OTHER_CASES
+ALL = CASES | PROGRAM_CASES | OTHER_CASES
 ROWS = {"mamba": ("x", "B", "C"), "selective": ("u", "B", "C", "z"), "rwkv": ("r", "k", "v", "a", "b")}
 Tensor = torch.Tensor
 
@@ -119,13 +119,13 @@ def test_gates_of_values(seed: int) -> None:
 
 def test_parameters_as_fla_has_them(seed: int) -> None:
     """A_log [1, 1, HV, 1], and a lower_bound that nothing reads."""
-    case = DELTA_CASES["kda_in_kernel"]
+    case = PROGRAM_CASES["kda_in_kernel"]
     inputs = case.inputs(Shape(B=1, T=5, H=4, K=4, V=4), seed)
     wide = inputs | {"A_log": inputs["A_log"].view(1, 1, -1, 1)}
     assert torch.equal(case.op(**wide)[0], case.op(**inputs)[0])
     with pytest.raises(ValueError, match=r"A_log: expected shape \[1, 1, HV, 1\] = \[1, 1, 4, 1\], got \[1, 4, 1, 1\]"):
         case.op(**inputs | {"A_log": inputs["A_log"].view(1, -1, 1, 1)})
-    plain = DELTA_CASES["kda"].inputs(Shape(B=1, T=5, H=4, K=4, V=4), seed)
+    plain = PROGRAM_CASES["kda"].inputs(Shape(B=1, T=5, H=4, K=4, V=4), seed)
     assert torch.equal(ops.chunk_kda(**plain, lower_bound=-5.0)[0], ops.chunk_kda(**plain)[0])
 
 

@@ -25,7 +25,7 @@ from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.explain import describe
 from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.model import Predicted, predict
-from flexsp.compiler.planning.plan import candidates, choose_plan
+from flexsp.compiler.planning.tiling import candidates, choose_tiling
 from flexsp.devices import H200
 from flexsp.kernels.executable import Executable
 from tests import variants
@@ -52,7 +52,7 @@ def code_of(name: str, K: int = 128, V: int = 128, dtype: torch.dtype = BF16, ch
 
 
 def chosen(name: str, heads: int, T: int, chunk: int | None = None, ranks: bool = False, n_docs: int = 0) -> Tiling:
-    return choose_plan(code_of(name, chunk=chunk), {"K": 128, "V": 128}, heads, T, n_docs, BF16, ranks)
+    return choose_tiling(code_of(name, chunk=chunk), {"K": 128, "V": 128}, heads, T, n_docs, BF16, ranks)
 
 
 def segmented(code: Any, sizes: dict[str, int], heads: int, T: int, chunk: int = 64) -> Tiling:
@@ -120,7 +120,7 @@ def test_the_quickest_plan_is_taken() -> None:
 )
 def test_gradients_have_the_warps_that_were_measured_to_be_best(name: str, warps: int, registers: int | None) -> None:
     sizes = {"K": 128} if name == "hgrn" else {"K": 128, "V": 128}
-    part = choose_plan(code_of(name), sizes, 32, 16384, 0, BF16).part
+    part = choose_tiling(code_of(name), sizes, 32, 16384, 0, BF16).part
     assert (part.warps, part.registers) == (warps, registers)
 
 
@@ -135,7 +135,7 @@ def test_a_dense_summary_has_programs_for_the_transition() -> None:
 
 def test_fp32_keeps_small_tiles() -> None:
     for K in (64, 128):
-        plan = choose_plan(code_of("deltanet", K, K, torch.float32), {"K": K, "V": K}, 8, 5000, 0, torch.float32)
+        plan = choose_tiling(code_of("deltanet", K, K, torch.float32), {"K": K, "V": K}, 8, 5000, 0, torch.float32)
         assert (plan.chunk, plan.walk.cols, plan.walk.stages) == (16, 32, 1)
 
 
@@ -213,7 +213,7 @@ def test_walks_of_gla_read_one_row_of_gates_a_chunk() -> None:
 def test_bytes_of_deltanet() -> None:
     """6 heads of K = V = 64, 1000 tokens in 16 chunks of 64, one segment: no summary, no scan."""
     code = code_of("deltanet", 64, 64)
-    plan = choose_plan(code, {"K": 64, "V": 64}, 6, 1000, 0, BF16)
+    plan = choose_tiling(code, {"K": 64, "V": 64}, 6, 1000, 0, BF16)
     assert (plan.chunk, plan.n_chunks, plan.n_seg, plan.schedule) == (64, 16, 1, "fused")
     q, b = 6 * 1000 * 64 * 2, 6 * 1000 * 2
     square, kept, state = 6 * 16 * 64 * 64, 6 * 1024 * 64 * 2, 6 * 64 * 64 * 4
@@ -257,7 +257,7 @@ def test_bytes_of_hgrn() -> None:
 def test_a_vector_state_is_spread_over_programs() -> None:
     """In every kernel, without a second read of anything."""
     code = code_of("hgrn", 128)
-    plan = choose_plan(code, {"K": 128}, 16, 65536, 0, BF16)
+    plan = choose_tiling(code, {"K": 128}, 16, 65536, 0, BF16)
     assert {x.cols for x in (plan.walk, plan.whole, plan.part)} == {32}
     rows = [x for back in (False, True) for x in predict(code, plan, {"K": 128}, 16, 65536, BF16, backward=back)]
     assert all(x.grid[-1 if x.kernel == "grads" else 0] == 4 for x in rows if x.kernel != "_propagate_kernel")
@@ -337,7 +337,7 @@ def compare_launches(name: str, found: list[dict[str, Any]]) -> int:
     """How many estimates of shared memory were compared."""
     chunk, size = COMPILED[name]
     code = code_of(name, size, size, chunk=chunk)
-    plan = choose_plan(code, {"K": size, "V": size}, 32, 4096, 0, BF16)
+    plan = choose_tiling(code, {"K": size, "V": size}, 32, 4096, 0, BF16)
     rows = rows_of(name, plan, 32, 4096, size, size)
     assert [x["kernel"] for x in found] == [x.kernel for x in rows]
     compared = 0
@@ -363,7 +363,7 @@ TALL = {
 @pytest.mark.parametrize(("name", "n_docs"), TALL)
 def test_estimates_of_tall_states(name: str, n_docs: int) -> None:
     code, sizes = code_of(name), {"K": 256, "V": 128}
-    plan = choose_plan(code, sizes, 32, 65536, n_docs, BF16)
+    plan = choose_tiling(code, sizes, 32, 65536, n_docs, BF16)
     assert (plan.walk.cols, plan.walk.stages) == (64, 2)
     given = (code, plan, sizes, 32, 65536, BF16)
     rows = {x.kernel: x for back in (False, True) for x in predict(*given, n_docs=n_docs, backward=back)}
@@ -433,13 +433,13 @@ def test_chunk_too_large() -> None:
         "KiB that a block has on sm_90; use chunk_size <= 128"
     )
     code = code_of("simple_gla", 64, 64, chunk=256)
-    assert choose_plan(code, {"K": 64, "V": 64}, 32, 4096, 0, BF16).chunk == 256
+    assert choose_tiling(code, {"K": 64, "V": 64}, 32, 4096, 0, BF16).chunk == 256
 
 
 @pytest.mark.parametrize(("name", "K", "V"), [("gla", 128, 257), ("gla", 257, 64), ("deltanet", 300, 32)])
 def test_sizes_too_large(name: str, K: int, V: int) -> None:
     with pytest.raises(NotEmittable, match=f" = {max(K, V)}: kernels are generated for sizes up to 256"):
-        choose_plan(code_of(name), {"K": K, "V": V}, 1, 1, 0, BF16)
+        choose_tiling(code_of(name), {"K": K, "V": V}, 1, 1, 0, BF16)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_sizes_too_large(name: str, K: int, V: int) -> None:
      ("deltanet", 129, 32), *slow(("rwkv7", 256, 256))],
 )  # fmt: skip
 def test_large_states_are_walked_in_tiles(name: str, K: int, V: int) -> None:
-    plan = choose_plan(code_of(name), {"K": K, "V": V}, 32, 65536, 0, BF16)
+    plan = choose_tiling(code_of(name), {"K": K, "V": V}, 32, 65536, 0, BF16)
     assert padded(K) * plan.walk.cols <= 128 * 128 and plan.walk.cols < 256 and plan.chunk >= 32
     assert all(x.shared <= H200.shared for x in rows_of(name, plan, 32, 65536, K, V))
     if code_of(name).sized({"K": K, "V": V}).pieces:
@@ -469,10 +469,10 @@ def test_kernels_in_pieces_are_those_of_large_states_alone() -> None:
 def test_long_vector_states() -> None:
     """Of any length, by panels of 32 numbers; the scan takes up to 65536."""
     for K in (256, 4096):
-        plan = choose_plan(code_of("hgrn"), {"K": K}, 1, 4096, 0, BF16)
+        plan = choose_tiling(code_of("hgrn"), {"K": K}, 1, 4096, 0, BF16)
         assert plan.walk.cols == plan.part.cols == 32
     with pytest.raises(NotEmittable, match="^K = 65537: kernels are generated for sizes up to 65536"):
-        choose_plan(code_of("hgrn"), {"K": 65537}, 1, 4096, 0, BF16)
+        choose_tiling(code_of("hgrn"), {"K": 65537}, 1, 4096, 0, BF16)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS[:-1])
@@ -577,8 +577,8 @@ def test_plans_do_not_keep_programs_alive() -> None:
 
     code = Generated(variants.load("linear").make(2, 64, 64, BF16).program)
     sizes = {name: 64 for name in code.layout.sizes}
-    first = choose_plan(code, sizes, 4, 1000, 0, BF16)
-    assert choose_plan(code, sizes, 4, 1000, 0, BF16) is first  # remembered
+    first = choose_tiling(code, sizes, 4, 1000, 0, BF16)
+    assert choose_tiling(code, sizes, 4, 1000, 0, BF16) is first  # remembered
     gone = weakref.ref(code)
     del code
     gc.collect()

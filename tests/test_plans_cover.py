@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS
-from flexsp.compiler.planning.plan import _Cut
+from flexsp.compiler.planning.tiling import _Cut
 from flexsp.devices import H200
-from flexsp.kernels.delta import plan as delta
-from flexsp.kernels.diagonal import plan as engine
+from flexsp.kernels.delta import tiling as delta
 from flexsp.kernels.diagonal import tiles
+from flexsp.kernels.diagonal import tiling as engine
 from flexsp.kernels.table import chunk_table
 from tests import variants
 
@@ -37,7 +37,7 @@ def test_the_engine() -> None:
         B, H, K, V = random.randrange(1, 5), random.randrange(1, 40), random.randrange(1, 257), random.randrange(1, 257)
         n_docs = random.choice([0, 0, 1, random.randrange(2, 9)])
         T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
-        plan = engine.plan_of(dtype, B, T, H, K, V, n_docs, replace(H200, programs=programs))
+        plan = engine.tiling_of(dtype, B, T, H, K, V, n_docs, replace(H200, programs=programs))
         assert_covers(plan, T, n_docs, plan.tiles.chunk)
         most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
         assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"
@@ -54,7 +54,7 @@ def test_the_delta_engine() -> None:
         n_docs, steps, gates = random.choice([0, 0, 5]), random.choice([1, 2, 3]), random.choice([0, 1, 1])
         T = random.choice([0, 1, random.randrange(300), *random.choices(range(200000), k=2)]) * steps
         ranks, dtype = random.random() < 0.5, random.choice([torch.bfloat16, torch.float32])
-        plan = delta.plan_of(dtype, B, T, H, K, V, n_docs, gates, ranks, H200, random.random() < 0.7, 1, steps)
+        plan = delta.tiling_of(dtype, B, T, H, K, V, n_docs, gates, ranks, H200, random.random() < 0.7, 1, steps)
         assert_covers(plan, T, n_docs, plan.tiles.chunk) if not n_docs else None
         segments = [s for part in plan.parts for s in range(part.before, part.before + part.segments)]
         chunks = [c for part in plan.parts for c in range(part.chunks_before, part.chunks_before + part.chunks)]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
+from flexsp.kernels.channel_tiling import channels_of_head, make_tiling
 from flexsp.kernels.selective import in_pytorch
-from flexsp.kernels.selective.selective_plan import channels_of_head, make_plan
+from flexsp.kernels.selective.selective_plan import LIMITS
 from flexsp.nn import Mamba, SequenceParallelLA
 from flexsp.testing.compare import check_op, relative_error
 from flexsp.testing.ranks import run_ranks
@@ -212,7 +213,7 @@ def test_more_blocks_than_a_grid_has(batch: int, width: int, N: int) -> None:
     u = torch.empty(batch, 10, width // block, block, device="meta")
     said = rf"u: .* at most 65535 blocks of {block} channels, .* got {batch * width // block}$"
     with pytest.raises(NotAvailable, match=said):
-        make_plan(u, N, 0)
+        make_tiling(u, N, 0, LIMITS)
 
 
 def test_memory_does_not_grow_with_the_states_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flexsp
 from flexsp import SequenceParallel, ops
 from flexsp.exceptions import PeerMismatch
-from flexsp.testing.cases import CASES, DELTA_CASES, Case, Shape, random_documents, random_lengths
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Case, Shape, random_documents, random_lengths
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import RankFailure, run_ranks
 from tests.harness.ops import ALL
@@ -148,7 +148,7 @@ def check_plans(name: str, world_size: int, plans: list[Plan]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    by_turns(CASES | DELTA_CASES, ["4 ranks, plain", "2 ranks, documents", "2 ranks, plain"], "4 ranks, documents"),
+    by_turns(CASES | PROGRAM_CASES, ["4 ranks, plain", "2 ranks, documents", "2 ranks, plain"], "4 ranks, documents"),
 )
 def test_random_shards(name: str, how: str) -> None:
     world_size, packed = int(how[0]), how.endswith("documents")

@@ -25,7 +25,9 @@ def run(commit: str, date: str, rows: list[tuple[Any, ...]], part: str = "1/1", 
 def test_the_page_shows_the_records() -> None:
     """`python -m tests.tested` writes it anew."""
     text = tested.PAGE.read_text()
-    assert tested.refreshed(text, tested.load()) == text and "| `chunk_kda` |" in text
+    shown = tested.refreshed(text, tested.load()) == text
+    assert shown, "docs/tested.md lacks an op or a run: `python -m tests.tested` writes its tables"
+    assert "| `chunk_kda` |" in text
 
 
 def test_runs_that_count_as_covered_have_a_record() -> None:

@@ -20,7 +20,7 @@ from flexsp import SequenceParallel, SequenceParallelLA, ops
 from flexsp.compiler import LinearAttention
 from flexsp.grammar import FlexLinearAttention, transition
 from flexsp.nn.wrapper import _warn_of_checkpoint
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
@@ -31,7 +31,7 @@ from tests.marks import quick, slow
 from tests.op_cases import OTHER_CASES
 
 EXACT = 1e-12
-ALL = CASES | DELTA_CASES
+ALL = CASES | PROGRAM_CASES
 OF_SIZES = ALL | OTHER_CASES
 
 
@@ -51,7 +51,7 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     "name",
     quick(
-        ["mamba2_groups", *DELTA_CASES],
+        ["mamba2_groups", *PROGRAM_CASES],
         "simple_gla", "normalized", "gated_delta_rule_in_kernel", "kda_in_kernel", "gated_delta_product",
     ),
 )  # fmt: skip

@@ -29,7 +29,7 @@ def heap(*reached: int) -> Any:
 
 def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRANSPORTS", dict(module._TRANSPORTS))
-    assert transports() == ("process_group", "peer", "put", "posix")
+    assert transports()[:4] == ("process_group", "peer", "put", "posix")
     mine = Mine()
     register_transport(mine)
     assert transport_of("mine") is mine and transports()[-1] == "mine"

@@ -11,7 +11,7 @@ from torch import nn
 from flexsp import nn as layers
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel, sequence_parallel
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from tests.harness.layers import OF_EACH
 
 B, T, H, K, V = 2, 8, 4, 6, 5
@@ -220,7 +220,7 @@ def test_boundaries_that_disagree_with_the_shards() -> None:
         ops.chunk_simple_gla(**packed(), sp=sp)
 
 
-ALL = CASES | DELTA_CASES
+ALL = CASES | PROGRAM_CASES
 
 
 def lengths_known(check_calls: bool) -> SequenceParallel:
@@ -243,7 +243,8 @@ def test_ops_refuse_another_length_than_was_set(name: str, check_calls: bool) ->
 
 def test_the_list_of_layers_is_complete() -> None:
     found = {x for x in layers.__all__ if isinstance(made := getattr(layers, x), type) and issubclass(made, nn.Module)}
-    assert found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"} == {*OF_EACH}
+    wanted = found - {"RMSNorm", "GatedRMSNorm", "SequenceParallelLA"}
+    assert wanted == {*OF_EACH}, f"tests/harness/layers.py: expected rows in LAYERS for {sorted(wanted - {*OF_EACH})}"
 
 
 @pytest.mark.parametrize("name", OF_EACH)

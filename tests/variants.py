@@ -18,6 +18,8 @@ from torch.nn.functional import logsigmoid, normalize
 from tests.marks import quick
 
 H, K, V = 2, 5, 4
+WIDE = ("g", "w", "log_gamma", "u")
+"""Inputs that are float32 beside others in bfloat16 or float16."""
 Tensors = dict[str, torch.Tensor]
 Function = Callable[..., Any]
 

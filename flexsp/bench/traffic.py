@@ -72,12 +72,12 @@ def _child(args: argparse.Namespace) -> int:
 
 def _predicted(args: argparse.Namespace) -> list[Any]:
     from flexsp.compiler.planning.model import predict
-    from flexsp.compiler.planning.plan import choose_plan
+    from flexsp.compiler.planning.tiling import choose_tiling
 
     dtype = getattr(torch, args.dtype)
     code = variant_of(args.op, args.H, args.K, args.V, dtype).kernels
     sizes = {name: {"K": args.K, "V": args.V}[name] for name in code.layout.sizes}
-    plan = choose_plan(code, sizes, args.B * args.H, args.T, 0, dtype)
+    plan = choose_tiling(code, sizes, args.B * args.H, args.T, 0, dtype)
     both = [predict(code, plan, sizes, args.B * args.H, args.T, dtype, backward=x) for x in (False, True)]
     return both[0] + both[1]
 

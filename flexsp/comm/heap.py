@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from flexsp.exceptions import NotAvailable
 
-__all__ = ["SymmetricHeap", "default_heap_bytes"]
-
-def default_heap_bytes() -> int:
-    """Arena size in bytes: FLEXSP_HEAP_MIB (default 256) MiB."""
-    text = os.environ.get("FLEXSP_HEAP_MIB", "256")
-    try:
-        mib = int(text)
-    except ValueError:
-        mib = 0
-    if mib <= 0:
-        raise ValueError(f"FLEXSP_HEAP_MIB: expected a positive number of MiB, got {text!r}")
-    return mib << 20
-
+__all__ = ["SymmetricHeap"]
 
 class SymmetricHeap:
     """One arena of ``nbytes`` bytes on every rank of a group.

@@ -14,7 +14,7 @@ import torch
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.dispatch import executable_of
 from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
-from flexsp.compiler.planning.plan import candidates
+from flexsp.compiler.planning.tiling import candidates
 from flexsp.devices import of_device
 from flexsp.kernels.executable import Executable
 from flexsp.kernels.table import chunk_table

@@ -14,7 +14,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
-from flexsp.compiler.planning.plan import choose_plan, not_generated
+from flexsp.compiler.planning.tiling import choose_tiling, not_generated
 from flexsp.devices import of_device
 from flexsp.kernels.executable import CallSpec, Executable
 
@@ -56,7 +56,7 @@ def executable_of(
         raise NotEmittable(reason)  # a lowering serves such calls, but did not take this one
     chained = sp is not None and sp.world_size > 1
     if plan is None:
-        plan = choose_plan(
+        plan = choose_tiling(
             code, sizes, spec.B * spec.H, spec.T, n_docs, spec.dtype, chained, of_device(spec.device)
         )
     elif chained:  # a plan that was tuned on one rank may have no summary, which ranks exchange

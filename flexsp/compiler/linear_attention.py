@@ -180,7 +180,7 @@ class LinearAttention:
             inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             # the custom operators do not tune, so with autotune a call has one plan, whether or not a mode watches it
             usual = in_memory if self._autotune else plain
-            if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens, group):
+            if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens):
                 found = torch_compile.call_now(self, inputs, prev_s, cu_seqlens, group)
             else:
                 found = self._over(group, inputs, prev_s, cu_seqlens)
@@ -211,16 +211,16 @@ class LinearAttention:
             return run(executable, key, [inputs[name] for name in executable.names], prev_s, cu_seqlens, shard)
         return self.in_pytorch(call, inputs, prev_s, bounds, group)
 
-    def _has_kernels(self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any, group: Any) -> bool:
+    def _has_kernels(self, inputs: dict[str, torch.Tensor], prev_s: Any, cu_seqlens: Any) -> bool:
         """Whether kernels run calls with such inputs; False for inputs that a call refuses."""
         tokens, params, _ = self._sorted(inputs)
-        first, several = next(iter(tokens.values())), group is not None and group.world_size > 1
+        first = next(iter(tokens.values()))
         odd = any([x is not None and not isinstance(x, torch.Tensor) for x in (prev_s, cu_seqlens)])
         odd = odd or transformed() or (cu_seqlens is not None and cu_seqlens.dim() != 1)
         if odd or not asks_for_kernels(first.is_cuda, arguments.widest(*tokens.values(), *params.values())):
             return False
         looks = arguments.looks(tokens, params)
-        return self._refusal(self._known(tokens, params), looks, first.is_cuda, several) is None
+        return self._refusal(self._known(tokens, params), looks, first.is_cuda) is None
 
     def prepared(
         self, tensors: Sequence[torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -270,8 +270,8 @@ class LinearAttention:
         if group is not None and group.check_calls:
             tokens = self.program.meta.tokens
             widths = [tuple(inputs[name].shape[inputs[name].dim() - len(x.shape) + 1 :]) for name, x in tokens.items()]
-            text = self.program.call_text(inputs[next(iter(tokens))].dtype, cu_seqlens is not None)
-            group.check_signature((text, *widths, call.states, "boundaries", bounds))
+            description = self.program.description(inputs[next(iter(tokens))].dtype, cu_seqlens is not None)
+            group.check_signature((description, *widths, call.states, "boundaries", bounds))
 
     def make_kernels(self, on_gpu: bool, dtype: torch.dtype) -> None:
         """Generates the kernels, if calls of such tensors may need them."""
@@ -322,16 +322,18 @@ class LinearAttention:
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
-        text, cu_seqlens = self.program.call_text(first.dtype, bounds is not None), None
+        description, cu_seqlens = self.program.description(first.dtype, bounds is not None), None
         if bounds is not None:
-            text, cu_seqlens = f"{text}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
+            description, cu_seqlens = f"{description}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
         engines = () if self._C else self.program.lowerings
         with arguments.no_autocast(first.device.type):
-            asked = (x.in_pytorch(self.program, tokens | params, prev_s, cu_seqlens, group, text) for x in engines)
+            given = tokens | params, prev_s, cu_seqlens, group, description
+            asked = (x.in_pytorch(self.program, *given) for x in engines)
             found = next((x for x in asked if x is not None), None)
             o, final = found or functions.run(
-                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows, text
-            )
+                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows,
+                description,
+            )  # fmt: skip
         return (o if batched else o[0]).to(first.dtype), final
 
     def checked(
@@ -355,7 +357,7 @@ class LinearAttention:
             N = cu_seqlens.numel() - 1
         states = (N, H, *(self._size(s, names, prev_s) for s in meta.state_sizes))
         check_initial(prev_s, states, first.device, wide, cu_seqlens is not None, group)
-        code = self._kernels(first, wide, names, arguments.looks(tokens, params), group, (*inputs.values(), prev_s))
+        code = self._kernels(first, wide, names, arguments.looks(tokens, params), (*inputs.values(), prev_s))
         executable = None
         if code is not None:
             from flexsp.compiler.dispatch import executable_of
@@ -411,7 +413,7 @@ class LinearAttention:
 
     def _kernels(
         self, first: torch.Tensor, wide: torch.dtype, names: dict[str, int], looks: dict[str, TensorSpec],
-        group: SequenceParallel | None, given: tuple[torch.Tensor | None, ...],
+        given: tuple[torch.Tensor | None, ...],
     ) -> Generated | None:  # fmt: skip
         """The kernels for this call; None if the functions run in PyTorch, NotEmittable if neither may run."""
         if not asks_for_kernels(first.is_cuda, wide):
@@ -419,7 +421,7 @@ class LinearAttention:
         if transformed() or any(x is not None and aligned(x) is None for x in given):
             reason: str | None = f"kernels have no derivatives in forward mode and no {TRANSFORMS}"
         else:
-            reason = self._refusal(names, looks, first.is_cuda, group is not None and group.world_size > 1)
+            reason = self._refusal(names, looks, first.is_cuda)
         if reason is None:
             code = self._generated
             assert not isinstance(code, str)
@@ -435,14 +437,14 @@ class LinearAttention:
             self._told.add(reason)
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=4)
 
-    def _refusal(self, names: dict[str, int], looks: dict[str, TensorSpec], on_gpu: bool, ranks: bool) -> str | None:
+    def _refusal(self, names: dict[str, int], looks: dict[str, TensorSpec], on_gpu: bool) -> str | None:
         """Why no kernels run calls with inputs of these sizes, dtypes and shapes; None if kernels do."""
         code = self._generated
         if isinstance(code, str):
             return code
-        from flexsp.compiler.planning.plan import refusal
+        from flexsp.compiler.planning.tiling import refusal
 
-        return refusal(code, names, looks, on_gpu, ranks)
+        return refusal(code, names, looks, on_gpu)
 
     def runs(
         self, *, prev_s: torch.Tensor | None = None, sp: SequenceParallel | bool | None = None, **inputs: torch.Tensor
@@ -460,8 +462,7 @@ class LinearAttention:
             why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
             return f"runs in PyTorch: {why}"
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
-        ranks = group is not None and group.world_size > 1
-        reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda, ranks)
+        reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda)
         asked = not reason and self.program.lowerings
         executable = self.checked(inputs, prev_s, None, group).executable if asked else None
         if executable is None:
@@ -496,11 +497,11 @@ class LinearAttention:
             if type(n) is not int or n < 0:
                 raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
-        lines = [f"transition: {program.transition} ({KINDS[program.transition].text})"]
+        lines = [f"transition: {program.transition} ({KINDS[program.transition].description})"]
         code = self._derived()
         sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
-        reason = self._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available(), False)
+        reason = self._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available())
         lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
         lines.append(f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {self._outcome(reason)}")
         if not isinstance(code, str):

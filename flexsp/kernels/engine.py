@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
     from flexsp.kernels.launch_plan import LaunchPlan
 
-__all__ = ["Engine", "asks_for_kernels", "first_in_backward_chain", "register"]
+__all__ = ["Engine", "asks_for_kernels", "last_in_backward_chain", "register"]
 
 Optional = torch.Tensor | None
 _CALLS = 256  # signatures that are kept, of each engine
@@ -45,7 +45,7 @@ class Engine(ABC):
     Attributes:
         kind: one word for the set of kernels, known to no other.
         title: what messages call it.
-        form: what is special about these calls, as text; `kind` and `form` are the key by which graphs know them.
+        form: what these calls have in common, as text. Operators in graphs know them by the key "kind|form".
         names: of the tensors, in order.
         params: those of them that have no row a token.
         rows: of the tensors for a token of `SequenceParallel.lengths`.
@@ -71,7 +71,7 @@ class Engine(ABC):
 
     @abstractmethod
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> LaunchPlan:
-        """Buffers and launches of the call. `dq_first`: it is `first_in_backward_chain`."""
+        """Buffers and launches of the call. `dq_first`: it is `last_in_backward_chain`."""
 
     # What the operators ask for
 
@@ -113,7 +113,7 @@ class Engine(ABC):
             scale: the factor on queries.
         """
         untransformed(cls.title, IN_PYTORCH)
-        want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
+        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)
         initial = None if initial is None else initial.contiguous()
         key = f"{cls.kind}|{form}"
         if not operators.plain(*tensors, initial, cu_seqlens):
@@ -126,12 +126,13 @@ class Engine(ABC):
     def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""
         tiling, group = self.tiling(asked), asked.group
-        dq_first = first_in_backward_chain(group)
+        dq_first = last_in_backward_chain(group)
         looks = [
             None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)
             for x in (*asked.tensors, asked.initial)
         ]
-        # Tilings count by identity, which costs less than their hash: what is kept holds its own.
+        # A tiling's id stands for it, since its hash costs host time. The executable keeps its tiling alive, so that no
+        # other one gets this id.
         key = (
             id(tiling), asked.tensors[0].device, self.form, *looks, asked.scale, asked.want_final, dq_first,
             -1 if group is None else group.id,
@@ -164,6 +165,7 @@ def register(engine: type[Engine], numbers_of_tensors: Iterable[int]) -> None:
         operators.serve(number)
 
 
-def first_in_backward_chain(sp: SequenceParallel | None) -> bool:
-    """True on the end of the backward chain: it may walk dq, which needs no dS, before it waits for its neighbour."""
+def last_in_backward_chain(sp: SequenceParallel | None) -> bool:
+    """Whether this is the rank at which gradients of states end: no other one waits for it. So it computes dq, which
+    needs no dS, before it waits for its own neighbour."""
     return sp is not None and sp.rank == 0 and in_kernel(sp)

@@ -165,9 +165,10 @@ class Executable(Generic[_P]):
 
     def _propagate(self, spec: LaunchSpec) -> Step:
         states, carried, cut = spec.pointers
-        (kind, shape), sp_id = self.plan.scan_shape, self.sp_id if self.chained else -1
-        kind = KINDS[kind].adjoint or kind if spec.constants["REVERSE"] else kind
-        return propagate_step(str(states), carried, cut, shape, kind, spec.constants["REVERSE"], sp_id, self.plan.text)
+        (kind, shape), reverse = self.plan.scan_shape, spec.constants["REVERSE"]
+        kind = KINDS[kind].adjoint or kind if reverse else kind
+        sp_id = self.sp_id if self.chained else -1
+        return propagate_step(str(states), carried, cut, shape, kind, reverse, sp_id, self.plan.description)
 
     def _gradients_of_tokens(self, makes: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Gradients with a row a token, of those that are made, with their shapes as [heads, tokens, row]."""

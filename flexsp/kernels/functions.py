@@ -14,10 +14,10 @@ import torch
 from flexsp.comm.derivatives import IN_PYTORCH
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels import operators
-from flexsp.kernels.operators import Asked, Saved
+from flexsp.kernels.operators import Asked, Saved, wants_final
 from flexsp.runtime.clean_thread import run_in_clean_thread
 
-__all__ = ["Like", "call", "define", "forward", "gradients", "in_graph"]
+__all__ = ["Like", "define", "forward", "gradients", "in_graph", "run"]
 
 Optional = torch.Tensor | None
 _KIND = "in PyTorch"
@@ -53,13 +53,24 @@ def in_graph() -> bool:
     return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
 
 
-def call(
-    name: str, how: str, tensors: Sequence[torch.Tensor], initial: Optional, cu_seqlens: Optional, *, want_final: bool,
-    sp: SequenceParallel | None, scale: float = 1.0,
+def run(
+    name: str, how: str, tensors: list[torch.Tensor], initial: Optional, cu_seqlens: Optional, *,
+    output_final_state: bool, sp: SequenceParallel | None, scale: float = 1.0,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """As `flexsp.kernels.operators.call`."""
-    key = f"{_KIND}|{name}|{how}"
-    return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
+    """Outputs and final states of the function `name`, differentiable: one node in a graph, else PyTorch's operators.
+
+    Args:
+        how: says which call of the function it is. It ends with what ranks compare.
+    """
+    if in_graph():
+        want_final = wants_final(output_final_state, cu_seqlens, sp)
+        key = f"{_KIND}|{name}|{how}"
+        return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
+    if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
+        how += f", boundaries {cu_seqlens.tolist()}"
+    n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    with torch.autocast(tensors[0].device.type, enabled=False):  # states stay in fp32, as in the kernels
+        return _functions[name].run(how, Asked(tensors, initial, cu_seqlens, n_docs, scale, output_final_state, sp))
 
 
 class _InPytorch:

@@ -74,7 +74,7 @@ class LaunchPlan(ABC):
 
     Attributes:
         name: of the operator or variant, for messages.
-        text: what ranks compare of the call.
+        description: what ranks compare of the call.
         tiling: how the call is cut into chunks and segments, and what tiles kernels have.
         B, T, H: sequences, tokens of this rank, heads.
         n_docs: packed documents, 0 if not packed.
@@ -82,19 +82,21 @@ class LaunchPlan(ABC):
         n_chunks, n_seg: chunks and segments of a head. Kernels are not launched where there are no chunks.
         initial: initial states are given on this rank.
         returns_final: final states are wanted, and leave on this rank.
-        sparse: kernels write final states, and gradients of initial ones, in part: the rest is 0.
+        sparse: kernels write a part of the final states and of the gradients of initial ones. Their memory is zeroed
+            first.
         optional: inputs whose gradients are left out where nobody wants them.
         by_head: inputs with one number a token, whose gradients kernels write in float32 as [B, H, T].
         by_token: parameters [H] whose gradients kernels leave for every token, in float32 as [B, H, T].
-        aligned_gradient: the outputs' gradient lies in vectors of 16 bytes, or is copied so that it does.
-        surely_fits: a block has the shared memory that each kernel needs; else only compiling them tells.
+        aligned_gradient: kernels read the outputs' gradient in vectors of 16 bytes. One that does not lie so is copied.
+        surely_fits: a block is known to have the shared memory that each kernel needs. Otherwise kernels are compiled
+            before the first launch, to find out.
         scanned: states enter segments from elsewhere, by way of the scan.
         filler: the buffer that stands for a pointer which a kernel does not use.
         kernels: by the name of a launch, for those that do not name their kernel.
     """
 
     name: str
-    text: str
+    description: str
     tiling: Any
     B: int
     T: int
@@ -242,8 +244,8 @@ class LaunchPlan(ABC):
         )  # fmt: skip
 
     def in_walk(self, edge: str | None) -> str | None:
-        """`edge` if walks over chunks read or write these states themselves. Else they are the first or last slot of
-        the scan's states, and are copied: None."""
+        """`edge` if walks over chunks read or write these states themselves. None if they are the first or last slot of
+        the scan's states, where they are copied to or from."""
         return edge if self.n_docs or not self.scanned else None
 
     def copied_unless_packed(self, to: str, source: str, *, slots: tuple[int | None, int | None]) -> list[LaunchSpec]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "PROPAGATE", "Launch", "LaunchSpec", "SameTokenStride", "copied", "named", "nothing", "ones", "scan", "step",
-    "unit", "zeroed",
+    "PROPAGATE", "Launch", "LaunchSpec", "SameTokenStride", "copied", "minus_infinity", "named", "ones", "scan",
+    "step", "unit", "zeroed",
 ]  # fmt: skip
 
 PROPAGATE = "_propagate_kernel"
@@ -22,7 +22,8 @@ PROPAGATE = "_propagate_kernel"
 
 @dataclass(frozen=True)
 class Launch:
-    """Columns of the state a program has, and how it is launched; `registers` that a thread may have, None for all."""
+    """Columns of the state that a program computes, and Triton's options of its launch. `registers` limits those of a
+    thread; None is no limit."""
 
     cols: int
     warps: int
@@ -114,9 +115,9 @@ def ones(name: str) -> LaunchSpec:
     return step("ones", _ones, (), (name,))
 
 
-def nothing(name: str) -> LaunchSpec:
-    """What a shard without tokens adds to maxima: -inf in all slots of states but the first."""
-    return step("nothing", _nothing, (), (name,))
+def minus_infinity(name: str) -> LaunchSpec:
+    """-inf in all slots of states but the first: a maximum over no tokens."""
+    return step("minus_infinity", _minus_infinity, (), (name,))
 
 
 def unit(name: str) -> LaunchSpec:
@@ -134,7 +135,7 @@ def _zero(*tensors: torch.Tensor) -> None:
         x.zero_()
 
 
-def _nothing(x: torch.Tensor) -> None:
+def _minus_infinity(x: torch.Tensor) -> None:
     x[:, 1:] = -torch.inf
 
 

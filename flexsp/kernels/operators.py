@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "outputs", "plain", "run",
-    "serve",
+    "serve", "wants_final",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
@@ -56,6 +56,11 @@ class Asked(NamedTuple):
     want_final: bool
     group: SequenceParallel | None
     filled: bool = False
+
+
+def wants_final(output_final_state: bool, cu_seqlens: Optional, sp: SequenceParallel | None) -> bool:
+    """Whether this rank returns final states: with packed documents every rank does, else the last one."""
+    return output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
 
 
 class Operation(Protocol):

@@ -41,7 +41,8 @@ def init_sequence_parallel(
         group: None (all ranks), a ProcessGroup, or a one-dimensional DeviceMesh.
         transport: "process_group" (torch.distributed), "peer" (stores to the neighbour's memory, one host), "put"
             (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), one that was registered, or
-            "auto": on CUDA "peer" where symmetric memory is to be had, else "process_group".
+            "auto". On CUDA that is "peer" if every rank's memory can be mapped here, else "put", and "process_group"
+            if there is no symmetric memory. On the CPU it is "process_group".
         heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
         schedule: "chain" (default), or a baseline: "serial", "pipelined", "all_gather".
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
@@ -67,7 +68,7 @@ def init_sequence_parallel(
         settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls)
         everyone = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
-        if cpu_group is not None:  # a rank that went on and died would break connections that another still makes
+        if cpu_group is not None:  # without it a rank might go on and exit while others still connect to it
             dist.barrier(group=cpu_group)
     except (ValueError, PeerMismatch):
         raise
@@ -94,7 +95,8 @@ def init_sequence_parallel(
     if max(len(members) for members in everyone) > 1:
         _attach_heap(sp, transport, heap_mib)
     if where.type == "cuda" and data_group is not None:
-        # NCCL builds its communicator now, with everybody present: a first point-to-point batch would need them all.
+        # NCCL builds its communicator here, while all ranks are present. If a first send built it, that send would wait
+        # for ranks that have no part in it.
         dist.all_reduce(torch.zeros(1, device=where), group=data_group)
     return sp
 
@@ -168,7 +170,7 @@ def _agree(ranks: list[int], settings: tuple[Any, ...]) -> list[list[int]]:
 def _make_groups(
     everyone: list[list[int]], where: torch.device, timeout_s: float
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Own data and gloo groups; torch wants every rank of the world to take part in making every group."""
+    """The data group and the gloo group of this rank. Every rank of the world takes part in making every group."""
     timeout = timedelta(seconds=timeout_s)
     mine: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
     if all(len(members) == 1 for members in everyone):
@@ -207,7 +209,7 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
     problems = [text for text, _, _ in reports]
     everywhere_near = all(near for _, near, _ in reports)
     if transport == "auto" and not any(problems) and not everywhere_near:
-        problems = [text for _, _, text in reports]  # of "put", which then has to serve
+        problems = [text for _, _, text in reports]  # why "put" does not work, which is the next choice
     if not any(problems):
         sp.heap = heap
         sp.transport = transport if transport != "auto" else "peer" if everywhere_near else "put"

@@ -26,7 +26,7 @@ from flexsp.ops import (
     recurrent_gated_delta_rule,
     recurrent_kda,
 )
-from flexsp.ops._delta import activated, check_bound, strength
+from flexsp.ops._delta import activated, beta_of, check_bound
 from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 
@@ -187,7 +187,7 @@ class DeltaNet(_DeltaLayer):
         if self.b_proj is None:
             beta = torch.full_like(q[..., 0], 2.0 if self.allow_neg_eigval else 1.0)
         else:
-            beta = strength(self.b_proj(x), True, self.allow_neg_eigval)
+            beta = beta_of(self.b_proj(x), True, self.allow_neg_eigval)
         return {"q": q, "k": k, "v": v, "beta": beta, "use_qk_l2norm_in_kernel": self.qk_norm == "l2"}
 
 
@@ -392,7 +392,7 @@ class GatedDeltaProduct(_DeltaLayer):
         self.reset_parameters()
 
     def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
-        beta, g = strength(self.b_proj(x), True, self.allow_neg_eigval), None
+        beta, g = beta_of(self.b_proj(x), True, self.allow_neg_eigval), None
         if self.use_forget_gate:
             g = activated(self.a_proj(x), q, _wide(self.A_log), _wide(self.dt_bias))
         return {

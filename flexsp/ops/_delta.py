@@ -12,7 +12,7 @@ from flexsp.comm.derivatives import transformed
 from flexsp.exceptions import check_number
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.columns import ColumnBlocks
-from flexsp.kernels.delta.plan import engine_runs
+from flexsp.kernels.delta.tiling import engine_runs
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
@@ -65,11 +65,11 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
         expected = f"shape [B, {tokens}, HV, V] = [{B}, {T * steps}, HV, V], HV a multiple of the {H} heads of q"
         check.fail("v", expected, list(v.shape))
     check.check_head_sizes({"v": V}, q=K)
-    strengths = (q.dtype, torch.float32)
-    check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=strengths, device=q.device)
+    dtypes = (q.dtype, torch.float32)
+    check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=dtypes, device=q.device)
     if g is not None:
         wide, dims = ((K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
-        check.check_tensor("g", g, (B, T, HV, *wide), dims, dtypes=strengths, device=q.device)
+        check.check_tensor("g", g, (B, T, HV, *wide), dims, dtypes=dtypes, device=q.device)
     return Heads(B, T, H, HV, K, V)
 
 
@@ -115,7 +115,7 @@ def keys(q: Tensor, k: Tensor, heads: Heads, norm: bool) -> Sequence[Tensor]:
     return [keys_in_pytorch.unit_keys(x, repeats, norm) for x in (q, k)]
 
 
-def strength(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
+def beta_of(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
     """beta, or sigmoid(beta), or twice that."""
     if not use_beta_sigmoid_in_kernel:
         return beta
@@ -159,7 +159,7 @@ def prepared(
             if x is not None:
                 check.fail(name, "None without use_gate_in_kernel", "a tensor")
     q_unit, k_unit = keys(q, k, heads, norm)
-    tokens = {"q": q_unit, "k": k_unit, "v": v, "beta": strength(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
+    tokens = {"q": q_unit, "k": k_unit, "v": v, "beta": beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
     if g is not None:
         if use_gate_in_kernel:
             g = activated(g, q, A_log, dt_bias, lower_bound)

@@ -1,4 +1,4 @@
-"""Two things that other libraries' ops take and the ops' checks here refuse: mixed dtypes, and reversed sequences."""
+"""What ops take because other libraries' ops do: mixed dtypes, and documents and reversed sequences token by token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from flexsp.exceptions import fail
+from flexsp.exceptions import check_flag, fail
 
-__all__ = ["backwards", "one_dtype"]
+__all__ = ["one_dtype", "recurrence_of"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -83,12 +83,42 @@ def _widened(state: Any, dtype: torch.dtype) -> Any:
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
-def backwards(
-    op: Callable[..., Any], cu_seqlens: torch.Tensor | None, tokens: dict[str, Any], **others: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``op`` from the last token to the first. ``tokens`` are its arguments [B, T, ...], or None."""
-    if cu_seqlens is not None:
-        fail("reverse", "False with cu_seqlens", True)
-    flipped = {name: x.flip(1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for name, x in tokens.items()}
-    o, final = op(**flipped, **others)
-    return o.flip(1), final
+def recurrence_of(chunked: Callable[..., Any], flips: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorator of a `recurrent_*` op, whose body runs token by token on this rank.
+
+    With ``cu_seqlens`` it calls ``chunked`` on this rank instead. With ``reverse`` it goes from the last token to the
+    first one. The body reads neither.
+
+    Args:
+        flips: the arguments [B, T, ...], of an op that has ``reverse``.
+    """
+    in_chunks = {*inspect.signature(chunked).parameters}
+
+    def decorate(op: Callable[_P, _R]) -> Callable[_P, _R]:
+        names = tuple(inspect.signature(op).parameters)
+
+        @functools.wraps(op)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+            packed, reverse = given.get("cu_seqlens") is not None, given.get("reverse", False)
+            check_flag("reverse", reverse)
+            # Arguments that are unknown or given twice are left for Python to report.
+            if not (packed or reverse) or len(given) != len(args) + len(kwargs) or not given.keys() <= {*names}:
+                return op(*args, **kwargs)
+            given.pop("reverse", None)
+            if not reverse:
+                for name in [x for x in given if x not in in_chunks]:
+                    if given.pop(name) is not None:
+                        fail(name, "None with cu_seqlens", "a tensor")
+                return chunked(**given, sp=False)  # type: ignore[no-any-return]
+            if packed:
+                fail("reverse", "False with cu_seqlens", True)
+            for name in flips.split():
+                x = given.get(name)
+                given[name] = x.flip(1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x
+            made: Any = op(**given)  # type: ignore[call-arg]
+            return made[0].flip(1), made[1]  # type: ignore[return-value]
+
+        return run
+
+    return decorate

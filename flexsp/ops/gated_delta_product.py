@@ -93,10 +93,7 @@ def recurrent_gated_delta_product(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_gated_delta_product` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.

@@ -10,7 +10,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import backwards, one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -71,6 +71,7 @@ def chunk_gla(
     return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": gates}, scale, call)
 
 
+@recurrence_of(chunk_gla, "q k v g gv")
 @one_dtype("q k v")
 def recurrent_gla(
     q: torch.Tensor,
@@ -87,10 +88,7 @@ def recurrent_gla(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_gla` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
     ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
     ``gv`` [B, T, H, V] are natural-log gates of the columns of the state, as in that library:
     S_t = diag(e^{g_t}) S_{t-1} diag(e^{gv_t}) + k_t v_t^T. The chunked op has none.
@@ -102,20 +100,6 @@ def recurrent_gla(
         >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_gla(q, k, v, -torch.rand(2, 1, 4, 64), output_final_state=True)
     """
-    check.check_flag("reverse", reverse)
-    if reverse:
-        return backwards(
-            recurrent_gla, cu_seqlens, {"q": q, "k": k, "v": v, "g": g, "gv": gv},
-            scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-            state_v_first=state_v_first,
-        )  # fmt: skip
-    if cu_seqlens is not None:
-        if gv is not None:
-            check.fail("gv", "None with cu_seqlens", "a tensor")
-        return chunk_gla(
-            q=q, k=k, v=v, g=g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-            state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
     if gv is not None:

@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -60,6 +60,7 @@ def chunk_hgrn(
     return programs.run_vector("hgrn", x, g, call)
 
 
+@recurrence_of(chunk_hgrn)
 @one_dtype("x", out="x")
 def recurrent_hgrn(
     x: torch.Tensor,
@@ -70,10 +71,7 @@ def recurrent_hgrn(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_hgrn` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -81,11 +79,6 @@ def recurrent_hgrn(
     Example:
         >>> o, state = recurrent_hgrn(torch.randn(2, 1, 256), -torch.rand(2, 1, 256), output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_hgrn(
-            x=x, g=g, initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
-            sp=False,
-        )  # fmt: skip
     check_inputs(x, g)
     call = programs.Call(initial_state, output_final_state)
     return programs.recur_vector(x, programs.wide(x), programs.clamped(g, x), call)

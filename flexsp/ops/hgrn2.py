@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -65,6 +65,7 @@ def chunk_hgrn2(
     return programs.run_matrix("hgrn2", sizes, {"q": q, "v": v, "g": programs.clamped(g, q)}, scale, call)
 
 
+@recurrence_of(chunk_hgrn2)
 @one_dtype("q v")
 def recurrent_hgrn2(
     q: torch.Tensor,
@@ -78,10 +79,7 @@ def recurrent_hgrn2(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_hgrn2` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -90,11 +88,6 @@ def recurrent_hgrn2(
         >>> q, v, f = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_hgrn2(q, v, torch.nn.functional.logsigmoid(f), output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_hgrn2(
-            q=q, v=v, g=g, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-            state_v_first=state_v_first, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     _checked(q, v, g)
     call, gates = programs.Call(initial_state, output_final_state, state_v_first), programs.clamped(g, q)
     return programs.recur_matrix(q, -gates.expm1(), v, gates, scale, call)

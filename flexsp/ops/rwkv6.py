@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import backwards, one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -70,6 +70,7 @@ def chunk_rwkv6(
     return programs.run_matrix("rwkv6", sizes, inputs, scale, call, first="r")
 
 
+@recurrence_of(chunk_rwkv6, "r k v w")
 @one_dtype("r k v")
 def recurrent_rwkv6(
     r: torch.Tensor,
@@ -85,10 +86,7 @@ def recurrent_rwkv6(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_rwkv6` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
     ``reverse`` goes from the last token to the first one, as flash-linear-attention's op of this name does.
 
     Raises:
@@ -98,17 +96,6 @@ def recurrent_rwkv6(
         >>> r, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
         >>> o, state = recurrent_rwkv6(r, k, v, -torch.rand(2, 1, 4, 64), torch.randn(4, 64), output_final_state=True)
     """
-    check.check_flag("reverse", reverse)
-    if reverse:
-        return backwards(
-            recurrent_rwkv6, cu_seqlens, {"r": r, "k": k, "v": v, "w": w},
-            u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        )  # fmt: skip
-    if cu_seqlens is not None:
-        return chunk_rwkv6(
-            r=r, k=k, v=v, w=w, u=u, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     _checked(r, k, v, w, u)
     call = programs.Call(initial_state, output_final_state)
     return programs.recur_matrix(r, k, v, programs.clamped(w, r), scale, call, bonus=programs.wide(u, r))

@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.group import ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -39,8 +39,8 @@ def chunk_rwkv7(
     rate), with kk of length 1. What is removed is read from the state before its decay. Any a and b will do.
 
     In bfloat16 kernels do a head token by token, in float32, where decays are near 1 and one key repeats with rates of
-    more than 0.71: in half of a text's chunks of 64 (a_i b_j)^2, with the decays between, is above 1/2 on average. Chunks
-    would lose up to 7 % there; with smaller rates they lose up to 5 %. It is much slower.
+    more than 0.71: in half of a text's chunks of 64 (a_i b_j)^2, with the decays between, is above 1/2 on average.
+    Chunks would lose up to 7 % there; with smaller rates they lose up to 5 %. It is much slower.
 
     Args:
         r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
@@ -77,6 +77,7 @@ def chunk_rwkv7(
     return programs.run_matrix("rwkv7", sizes, inputs, scale, call, first="r")
 
 
+@recurrence_of(chunk_rwkv7)
 @one_dtype("r k v a b")
 def recurrent_rwkv7(
     r: torch.Tensor,
@@ -92,10 +93,7 @@ def recurrent_rwkv7(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence of `chunk_rwkv7` token by token: decoding, T = 1 a step.
 
-    Takes and returns the same tensors, states included, so a prompt goes through the chunked op and its final state
-    here. Differentiable. Runs on one rank, whatever the ambient ``sequence_parallel``.
-
-    With ``cu_seqlens`` it is the chunked op on one rank.
+    Takes and returns the same tensors. Prompts, ranks and documents are as in `recurrent_simple_gla`.
 
     Raises:
         ValueError: a wrong shape, dtype, device or value, naming the argument.
@@ -105,11 +103,6 @@ def recurrent_rwkv7(
         >>> kk, w = torch.nn.functional.normalize(x, dim=-1), -0.6 * torch.rand(2, 1, 4, 64)
         >>> o, state = recurrent_rwkv7(r, w, k, v, -kk, kk * torch.rand_like(kk), output_final_state=True)
     """
-    if cu_seqlens is not None:
-        return chunk_rwkv7(
-            r=r, w=w, k=k, v=v, a=a, b=b, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     B, T, H, K, V = _checked(r, w, k, v, a, b)
     call = programs.Call(initial_state, output_final_state)
     initial = programs.initial_state((H, K, V), "H, K, V", call, None, r)

@@ -10,7 +10,7 @@ from flexsp.comm.group import ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
-from flexsp.ops._peers import backwards, one_dtype
+from flexsp.ops._peers import one_dtype, recurrence_of
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -86,6 +86,7 @@ def chunk_simple_gla(
     )  # fmt: skip
 
 
+@recurrence_of(chunk_simple_gla, "q k v g")
 @one_dtype("q k v")
 def recurrent_simple_gla(
     q: torch.Tensor,
@@ -115,17 +116,6 @@ def recurrent_simple_gla(
         >>> q1, k1, v1, g1 = (x[:, -1:] for x in (q, k, v, g))  # the next token's
         >>> o1, state = recurrent_simple_gla(q1, k1, v1, g1, initial_state=state, output_final_state=True)
     """
-    check.check_flag("reverse", reverse)
-    if reverse:
-        return backwards(
-            recurrent_simple_gla, cu_seqlens, {"q": q, "k": k, "v": v, "g": g},
-            g_gamma=g_gamma, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        )  # fmt: skip
-    if cu_seqlens is not None:
-        return chunk_simple_gla(
-            q=q, k=k, v=v, g=g, g_gamma=g_gamma, scale=scale, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=False,
-        )  # fmt: skip
     B, T, H, _, _ = check.check_qkv(q, k, v)
     check.check_decay_inputs(q, g, g_gamma)
     if g_gamma is not None:

@@ -65,7 +65,7 @@ def incoming_by_kernel(
         first = sp.neighbours(reverse)[0] is None
         states = F.new_empty((F.shape[0], 2, *_shape(F, transition)))
         if first:
-            states.fill_(transition.nothing)
+            states.fill_(transition.neutral)
         slots = [slot[:, :count].view(F.shape) for slot in states.flatten(2).unbind(1)]
         own, entering = slots if reverse else reversed(slots)
         own.copy_(F)

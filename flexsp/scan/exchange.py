@@ -44,7 +44,7 @@ def exchange(
         S_in dS_out^T) and dlog_a = <dS_out, e^{log_a} S_in>; dS_out is what the ranks that S_out reaches send back.
     """
     if sp.world_size == 1:
-        return torch.full_like(F, transition.nothing)
+        return torch.full_like(F, transition.neutral)
     untransformed(_NAME, ON_ONE_RANK)
     t, anchor = transition, sp.anchor if anchor is None else anchor
     if KINDS[t.kind].adjoint != t.kind:

@@ -127,8 +127,8 @@ def _shifted(a: torch.Tensor, F: torch.Tensor, left: int, right: int) -> tuple[t
     return pad(a, (left, right)), pad(F, (left, right), value=-torch.inf)
 
 
-def _last(x: torch.Tensor, nothing: float) -> torch.Tensor:
-    return x[..., -1] if x.shape[-1] else x.new_full(x.shape[:-1], nothing)
+def _last(x: torch.Tensor, neutral: float) -> torch.Tensor:
+    return x[..., -1] if x.shape[-1] else x.new_full(x.shape[:-1], neutral)
 
 
 def _doubled(a: torch.Tensor, F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,7 +36,7 @@ def incoming_state(
     """
     transition.check_composes()
     if sp.world_size == 1:
-        return torch.full_like(F, transition.nothing, memory_format=torch.contiguous_format)
+        return torch.full_like(F, transition.neutral, memory_format=torch.contiguous_format)
     if sp.schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {sp.schedule!r}")
     with torch.no_grad(), torch.autocast(F.device.type, enabled=False):
@@ -75,7 +75,7 @@ def _hop(
         pending += [item for item in started if item.message.op == "send"]
     wait_all(sp, pending)
     if source is None:
-        return call.end(torch.full_like(F, transition.nothing))
+        return call.end(torch.full_like(F, transition.neutral))
     arrived = [call.data(buffer, part) for buffer, (part, _) in zip(arriving, parts, strict=True)]
     return call.end(transition.join(arrived, F.shape))
 
@@ -87,7 +87,7 @@ def _all_gather(
     mine = transition.packed(F)
     call = begin_call(sp, signature, mine)
     everyone = of_all_ranks(sp, call.sealed(mine))
-    state = torch.full_like(F, transition.nothing)
+    state = torch.full_like(F, transition.neutral)
     for r in range(sp.world_size):
         call.look_at(everyone[r], r)
     for r in range(sp.world_size - 1, sp.rank, -1) if reverse else range(sp.rank):

@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     """What all transitions of a kind share.
 
     Attributes:
-        text: what the ranks do, for people.
+        description: what the ranks do, for people.
         axes: of ``a`` behind those of the heads, for states [..., H, K, V]: "K", "KV" (all of the state) or "KK"; None
             where there is no ``a``.
         logarithm: ``a`` is the logarithm of a factor.
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
             columns; as a "matrix"; or "" where torch.distributed sends it.
     """
 
-    text: str
+    description: str
     axes: str | None = None
     logarithm: bool = False
     function: str = "decay_none"
@@ -146,8 +146,8 @@ class Transition(NamedTuple):
     # Applied and composed
 
     @property
-    def nothing(self) -> float:
-        """What adds nothing to a state: F of a stretch without tokens."""
+    def neutral(self) -> float:
+        """F of a stretch without tokens: 0, or -inf of "max-plus"."""
         return -torch.inf if self.kind == "max-plus" else 0.0
 
     def factor(self, like: torch.Tensor) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ class Transition(NamedTuple):
             a = _like(a.exp() if KINDS[self.kind].logarithm else a, like)
         if self.cut is not None:
             dropped = _like(self.cut != 0, like)
-            a = (~dropped).to(like.dtype) if a is None else a.masked_fill(dropped, self.nothing)
+            a = (~dropped).to(like.dtype) if a is None else a.masked_fill(dropped, self.neutral)
         return a
 
     def times(self, a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

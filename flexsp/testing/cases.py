@@ -13,7 +13,7 @@ from flexsp import ops
 from flexsp.testing import oracles
 from flexsp.testing.compare import DRAWS
 
-__all__ = ["CASES", "DELTA_CASES", "Case", "Shape", "random_documents", "random_lengths"]
+__all__ = ["CASES", "PROGRAM_CASES", "Case", "Shape", "random_documents", "random_lengths"]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ _delta_case = partial(Case, oracle=oracles.delta_rule, tokens=("q", "k", "v", "b
 _gated_case = partial(_delta_case, tokens=("q", "k", "v", "beta", "g"))
 _in_kernel = partial(_gated_case, shared=("A_log", "dt_bias"), draws=4 * DRAWS)
 
-DELTA_CASES: dict[str, Case] = {
+PROGRAM_CASES: dict[str, Case] = {
     "delta_rule": _delta_case(ops.chunk_delta_rule, make=_delta),
     "gated_delta_rule": _gated_case(ops.chunk_gated_delta_rule, make=partial(_delta, gate="head")),
     "gated_delta_rule_in_kernel": _in_kernel(

@@ -1,5 +1,4 @@
-"""Fourteen variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`.
-"""
+"""Variants as programs of three functions: `flexsp.variants.gla.make(H, K, V, dtype)` is a `LinearAttention`."""
 
 from flexsp.variants import (
     deltanet,

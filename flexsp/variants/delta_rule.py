@@ -44,10 +44,10 @@ class _DeltaRule(Lowering):
         beta, gate = _names(code)
         if given.tokens_per_row("q") > 1 and gate is not None and len(given.shapes[gate]) == 3:
             return None  # kernels for gates of channels have a token's key, query and gate in one row
-        text, scale = code.program.call_text(given.dtype, n_docs > 0), code.program.meta.numbers["scale"]
+        description, scale = code.program.description(given.dtype, n_docs > 0), code.program.meta.numbers["scale"]
         chained = sp is not None and sp.world_size > 1
         return launch_plan_of(
-            given, beta, gate, scale, initial, n_docs, returns_final, chained, text, code.program.merge.name
+            given, beta, gate, scale, initial, n_docs, returns_final, chained, description, code.program.merge.name
         )
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
@@ -70,7 +70,7 @@ def _names(code: Generated) -> tuple[str, str | None]:
 
 def _runs(code: Generated, inputs: Mapping[str, TensorSpec], device: torch.device | None) -> bool:
     """Whether calls with such inputs are run; not those of other kinds than the shipped variants have."""
-    from flexsp.kernels.delta.plan import engine_runs
+    from flexsp.kernels.delta.tiling import engine_runs
 
     beta, gate = _names(code)
     dims = {"q": 3, "k": 3, "v": 3, beta: 2} | ({} if gate is None else {gate: 2})

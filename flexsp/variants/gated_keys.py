@@ -57,7 +57,7 @@ class _GatedKeys(Lowering):
     ) -> LaunchPlan | None:  # fmt: skip
         """A generated call in chunks that the kernels here are made for."""
         from flexsp.compiler.planning.generated_plan import GeneratedPlan
-        from flexsp.compiler.planning.plan import choose_plan
+        from flexsp.compiler.planning.tiling import choose_tiling
         from flexsp.devices import of_device
 
         if code.chunk is not None or _unlike(code) is not None:
@@ -65,9 +65,9 @@ class _GatedKeys(Lowering):
         (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
         sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
         code = code.sized(sizes)
-        tiling = choose_plan(code, sizes, given.B * H, T, n_docs, given.dtype, chained, of_device(given.device))
+        tiling = choose_tiling(code, sizes, given.B * H, T, n_docs, given.dtype, chained, of_device(given.device))
         if tiling.chunk > _LARGEST:
-            tiling = choose_plan(
+            tiling = choose_tiling(
                 code, sizes, given.B * H, T, n_docs, given.dtype, chained, of_device(given.device), chunk=_LARGEST
             )  # fmt: skip
         return GeneratedPlan(code, tiling, sizes, given.B, H, T, n_docs, given.dtype, initial, returns_final)

@@ -50,28 +50,28 @@ class _ScalarDecay(Lowering):
     ) -> LaunchPlan | None:  # fmt: skip
         from flexsp.devices import of_device
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
-        from flexsp.kernels.diagonal.plan import plan_of
-        from flexsp.kernels.engine import first_in_backward_chain
+        from flexsp.kernels.diagonal.tiling import tiling_of
+        from flexsp.kernels.engine import last_in_backward_chain
 
         looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
         if not self.serves(code, looks):
             return None
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
-        tiling = plan_of(given.dtype, given.B, given.T, given.H, K, V, n_docs, of_device(given.device))
-        program, dq_first = code.program, first_in_backward_chain(sp)
-        text, scale = program.call_text(given.dtype, n_docs > 0), program.meta.numbers["scale"]
-        return DiagonalPlan(tiling, given.dtype, _gate(program), scale, initial, returns_final, dq_first, text)
+        tiling = tiling_of(given.dtype, given.B, given.T, given.H, K, V, n_docs, of_device(given.device))
+        program, dq_first = code.program, last_in_backward_chain(sp)
+        description, scale = program.description(given.dtype, n_docs > 0), program.meta.numbers["scale"]
+        return DiagonalPlan(tiling, given.dtype, _gate(program), scale, initial, returns_final, dq_first, description)
 
     def in_pytorch(
         self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, text: str,
+        cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, description: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
         gate = _gate(program)
         if {name: x.dim() - (name in program.meta.tokens) for name, x in inputs.items()} != _dims(gate):
             return None
         (q, k, v), (g, log_gamma) = [inputs[name] for name in "qkv"], [inputs.get(name) for name in _GATES]
         scale = program.meta.numbers["scale"]
-        return in_pytorch.run(q, k, v, g, log_gamma, scale, initial, cu_seqlens, sp, text, True)
+        return in_pytorch.run(q, k, v, g, log_gamma, scale, initial, cu_seqlens, sp, description, True)
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         gate = _gate(code.program)

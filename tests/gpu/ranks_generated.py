@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from flexsp import SequenceParallel, init_sequence_parallel
-from flexsp.kernels.delta import plan
+from flexsp.kernels.delta import tiling
 from flexsp.testing.compare import relative_error
 from tests import variants
 
 H = 4
-WIDE = ("g", "w", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
+WIDE = (*variants.WIDE, "prev_s")
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 
 Tensors = dict[str, torch.Tensor]
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--cut", action="store_true", help="cut short heads of delta rules into segments, too")
     options = parser.parse_args()
     if options.cut:
-        plan.LONG = plan._LEAST = 2
+        tiling.LONG = tiling._LEAST = 2
     K, V = map(int, options.size.split(","))
     sp = init_sequence_parallel(transport=options.transport, timeout_s=30.0)
     ok = True

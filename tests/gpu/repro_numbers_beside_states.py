@@ -1,4 +1,4 @@
-"""Reproduces what `_wrong_on_gpus` in flexsp/compiler/planning/plan.py refuses: a number beside a float32 state of
+"""Reproduces what `_wrong_on_gpus` in flexsp/compiler/planning/tiling.py refuses: a number beside a float32 state of
 more than 128 x 64.
 
     python tests/gpu/repro_numbers_beside_states.py [--sizes 64x64 128x64 128x128] [--dtypes float32 float16 bfloat16]
@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import logsigmoid, normalize
 
-from flexsp.compiler.planning import plan
+from flexsp.compiler.planning import tiling
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import relative_error
 from tests.harness.transitions import CLASSES, within
@@ -62,7 +62,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["FLEXSP_BACKEND"] = "triton"
-    plan._wrong_on_gpus = lambda *given: None  # type: ignore[assignment]
+    tiling._wrong_on_gpus = lambda *given: None  # type: ignore[assignment]
     wrong = 0
     for name in args.names:
         for size in args.sizes:

@@ -54,8 +54,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     def of_variant(name: str, dtype: torch.dtype, K: int, V: int, packed: bool) -> None:
         variants.H, variants.K, variants.V = HEADS, K, V
         tokens, params = variants.draw(name, 1, sum(DOCUMENTS), 0)
-        wide = ("g", "w", "log_gamma", "u")
-        given = {key: x.to("cuda", torch.float32 if key in wide else dtype) for key, x in (tokens | params).items()}
+        given = {
+            key: x.to("cuda", torch.float32 if key in variants.WIDE else dtype) for key, x in (tokens | params).items()
+        }
         bounds, n = None, 1
         if packed:
             bounds, n = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], device="cuda"), len(DOCUMENTS)
@@ -66,17 +67,17 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         torch.autograd.backward([o, final], [torch.ones_like(o), torch.ones_like(final)])
 
     def of_segments(*how: Any) -> None:
-        from flexsp.kernels.delta import plan
+        from flexsp.kernels.delta import tiling
 
-        whole = plan.LONG, plan._LEAST, plan._cut
-        plan.LONG, plan._LEAST = 1, 1
-        plan._cut = lambda gates, ranks, copies: gates < 2 or copies  # without decay too, as over ranks
-        plan.plan_of.cache_clear()
+        whole = tiling.LONG, tiling._LEAST, tiling._cut
+        tiling.LONG, tiling._LEAST = 1, 1
+        tiling._cut = lambda gates, ranks, copies: gates < 2 or copies  # without decay too, as over ranks
+        tiling.tiling_of.cache_clear()
         try:
             of_variant(*how)
         finally:
-            plan.LONG, plan._LEAST, plan._cut = whole
-            plan.plan_of.cache_clear()
+            tiling.LONG, tiling._LEAST, tiling._cut = whole
+            tiling.tiling_of.cache_clear()
 
     def of_keys(dtype: torch.dtype, K: int, norm: bool) -> None:
         from flexsp.kernels.keys import unit_keys

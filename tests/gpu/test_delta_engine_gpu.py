@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexsp.compiler.backend import generated_kernels
-from flexsp.kernels.delta import plan
+from flexsp.kernels.delta import tiling
 from flexsp.ops import chunk_delta_rule, chunk_gated_delta_rule, chunk_kda
 from flexsp.runtime import tested_versions
 from tests.gpu.judge import check_variant
@@ -29,11 +29,11 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Heads of 20 chunks are cut into four segments of five."""
-    monkeypatch.setattr(plan, "LONG", 5)
-    monkeypatch.setattr(plan, "_LEAST", 5)
-    plan.plan_of.cache_clear()
+    monkeypatch.setattr(tiling, "LONG", 5)
+    monkeypatch.setattr(tiling, "_LEAST", 5)
+    tiling.tiling_of.cache_clear()
     yield
-    plan.plan_of.cache_clear()
+    tiling.tiling_of.cache_clear()
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
@@ -101,7 +101,7 @@ def test_segments_without_decay(
     folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], documents: tuple[int, ...] | None
 ) -> None:  # fmt: skip
     """They are there over ranks."""
-    monkeypatch.setattr(plan, "_cut", lambda *args: True)
+    monkeypatch.setattr(tiling, "_cut", lambda *args: True)
     T = 1280 if documents is None else sum(documents)
     check_variant("deltanet", *size, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto")
 
@@ -218,7 +218,7 @@ def test_nan_behind_the_horizon_of_channels(change: str, request: pytest.Fixture
 @pytest.mark.parametrize("op", [chunk_delta_rule, chunk_gated_delta_rule, chunk_kda], ids=["rule", "gated", "kda"])
 def test_nan_stays_in_its_document(op: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document begins in the second of four segments; gates are slow, and one is positive."""
-    monkeypatch.setattr(plan, "_cut", lambda gates, ranks, copies: gates < 2 or copies)
+    monkeypatch.setattr(tiling, "_cut", lambda gates, ranks, copies: gates < 2 or copies)
     made, bounds = torch.Generator().manual_seed(0), torch.tensor([0, 400, 1280], device="cuda")
     x = {name: torch.randn(1, 1280, 1, 64, generator=made) for name in "qkv"} | {"beta": torch.ones(1, 1280, 1)}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)

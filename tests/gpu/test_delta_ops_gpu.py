@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from flexsp.devices import H200
-from flexsp.kernels.delta import calls, plan
+from flexsp.kernels.delta import calls, tiling
 from flexsp.ops import _programs, chunk_gated_delta_product, chunk_gated_delta_rule
-from flexsp.testing.cases import DELTA_CASES, Shape
+from flexsp.testing.cases import PROGRAM_CASES, Shape
 from flexsp.testing.compare import WIDE, low_precision, relative_error
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
 from tests.harness.keys import NAMES as RULES
@@ -24,21 +24,21 @@ LENGTHS = (61, 0, 64, 1, 77, 0)
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("name", DELTA_CASES)
+@pytest.mark.parametrize("name", PROGRAM_CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, seed: int) -> None:
     against_the_token_loop(name, dtype, packed, 64, 48, seed)
 
 
 @pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256)], ids=str)
-@pytest.mark.parametrize("name", DELTA_CASES)
+@pytest.mark.parametrize("name", PROGRAM_CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_large_heads(name: str, size: tuple[int, int], seed: int) -> None:
     against_the_token_loop(name, torch.bfloat16, True, *size, seed)
 
 
 def against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, K: int, V: int, seed: int) -> None:
-    case, bounds = DELTA_CASES[name], torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    case, bounds = PROGRAM_CASES[name], torch.tensor([0, *itertools.accumulate(LENGTHS)])
     T, N = (int(bounds[-1]), len(LENGTHS)) if packed else (150, 2)
     made = case.inputs(Shape(B=1 if packed else 2, T=T, H=2, K=K, V=V, states=N), seed)
     constants = {key: made.pop(key) for key in case.constants}
@@ -70,12 +70,12 @@ def test_keys_of_tokens(
     n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Long heads are cut into segments, the same ones here. Rows of queries between zeros give the same bits."""
-    monkeypatch.setattr(plan, "_parts", lambda gates, steps: n if gates else 1)
-    plan.plan_of.cache_clear()
+    monkeypatch.setattr(tiling, "_parts", lambda gates, steps: n if gates else 1)
+    tiling.tiling_of.cache_clear()
     try:
         keys_of_tokens(n, gated, packed, dtype, T, seed)
     finally:
-        plan.plan_of.cache_clear()
+        tiling.tiling_of.cache_clear()
 
 
 def keys_of_tokens(n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int) -> None:
@@ -97,14 +97,14 @@ def test_parts_of_heads(n: int, packed: bool, seed: int, monkeypatch: pytest.Mon
     found = []
     for together in (False, True):
 
-        def planned(*args: Any, together: bool = together) -> plan.Tiling:
-            made = plan.plan_of(*args)
+        def planned(*args: Any, together: bool = together) -> tiling.Tiling:
+            made = tiling.tiling_of(*args)
             made = replace(made, per_part=made.n_seg) if together else made
             seen.append(len(made.parts))
             return made
 
         _programs._program.cache_clear()  # its executables have the plan
-        monkeypatch.setattr(calls, "plan_of", planned)
+        monkeypatch.setattr(calls, "tiling_of", planned)
         found.append(passes(chunk_gated_delta_product, given, num_householder=n, cu_seqlens=bounds))
     _programs._program.cache_clear()
     assert seen == [n, 1]
@@ -113,7 +113,7 @@ def test_parts_of_heads(n: int, packed: bool, seed: int, monkeypatch: pytest.Mon
 
 def test_heads_that_the_engine_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere than on Hopper: kernels that are generated do."""
-    monkeypatch.setattr(plan, "of_device", lambda device: replace(H200, capability=(8, 0)))
+    monkeypatch.setattr(tiling, "of_device", lambda device: replace(H200, capability=(8, 0)))
     q, k, v = torch.randn(3, 1, 8, 2, 256, device=CUDA).unbind(0)
     g, beta = -torch.rand(1, 8, 2, device=CUDA), torch.rand(1, 8, 2, device=CUDA)
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -162,11 +162,11 @@ def test_steps_that_do_not_reflect(name: str, size: tuple[int, int], packed: boo
 @pytest.mark.usefixtures("poisoned")
 def test_reflections_of_a_long_text(name: str, many: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No error grows with the text; of one segment, and of several where heads are cut."""
-    for long in (plan.LONG, 16):
-        monkeypatch.setattr(plan, "LONG", long)
-        plan.plan_of.cache_clear()
+    for long in (tiling.LONG, 16):
+        monkeypatch.setattr(tiling, "LONG", long)
+        tiling.tiling_of.cache_clear()
         try:
             found = wrong(Keys(name, many, T=8192, K=64, V=64), seed, device="cuda")
         finally:
-            plan.plan_of.cache_clear()
+            tiling.tiling_of.cache_clear()
         assert not found, (long, found)

@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar.custom import CustomTransition
+from tests import variants
 from tests.generated_programs import KEPT_TILES
 from tests.gpu.judge import assert_right, check_variant
 from tests.harness.rows import heads_first
@@ -20,7 +21,7 @@ CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32)
 DOCUMENTS = (61, 0, 64, 1, 77, 0, 130)
 H = 3
-WIDE = ("g", "w", "log_gamma", "u", "prev_s")  # float32 beside bfloat16 inputs
+WIDE = (*variants.WIDE, "prev_s")
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flexsp.devices import A100, H200
-from flexsp.kernels.diagonal import plan
 from flexsp.kernels.diagonal import tiles as table
+from flexsp.kernels.diagonal import tiling
 from flexsp.kernels.diagonal.tiles import Tiles, all_configs
 from flexsp.ops import chunk_linear_attn, chunk_simple_gla
 from flexsp.testing.problems import OPS, Problem, check, draw, solve_all
@@ -56,12 +56,12 @@ def test_every_tile_configuration(
     assert tiles in [table.choose(dtype, K, V, device) for device in (H200, A100)]
     monkeypatch.setattr(table, "choose", lambda *args: tiles)
     monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 2)
-    plan.plan_of.cache_clear()
+    tiling.tiling_of.cache_clear()
     problem = draw(op, T=sum(DOCUMENTS), H=2, K=K, V=V, documents=DOCUMENTS if packed else None)
     try:
         _assert_right(problem.rounded(dtype), dtype)
     finally:
-        plan.plan_of.cache_clear()
+        tiling.tiling_of.cache_clear()
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
@@ -98,7 +98,7 @@ def test_gates_from_zero_to_minus_ten_thousand(
 ) -> None:
     """Segments of eight chunks, of which the horizon leaves all (head 0) to one (heads 1 and 2) to walk."""
     monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 8)
-    plan.plan_of.cache_clear()
+    tiling.tiling_of.cache_clear()
     problem = draw("simple_gla", T=sum(documents), H=4, K=64, V=64, documents=documents if packed else None)
     g = problem.tokens["g"]
     g[:, :, 0] = 0.0
@@ -107,7 +107,7 @@ def test_gates_from_zero_to_minus_ten_thousand(
     try:
         found = solve_all(problem.rounded(dtype), dtype, CUDA)
     finally:
-        plan.plan_of.cache_clear()
+        tiling.tiling_of.cache_clear()
     assert all(x.isfinite().all() for answer in found for x in answer.values())
     _assert_right(problem.rounded(dtype), dtype, found)
 

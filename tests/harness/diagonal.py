@@ -21,17 +21,17 @@ GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 @contextmanager
 def one_walk() -> Iterator[None]:
-    from flexsp.kernels.diagonal import plan, tiles
+    from flexsp.kernels.diagonal import tiles, tiling
     from flexsp.kernels.diagonal.tiles import Tile, Tiles
 
     whole, choose = Tile(64, 16, 8, 1), tiles.choose
     tiles.choose = lambda *args: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
-    plan.plan_of.cache_clear()
+    tiling.tiling_of.cache_clear()
     try:
         yield
     finally:
         tiles.choose = choose
-        plan.plan_of.cache_clear()
+        tiling.tiling_of.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def sizes(run: Run) -> Iterator[None]:
 
 def wide(name: str) -> bool:
     """Whether an input stays float32 in half precision."""
-    return name in ("g", "w", "log_gamma", "u")
+    return name in variants.WIDE
 
 
 def problem_of(run: Run) -> Problem:

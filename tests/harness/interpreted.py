@@ -37,14 +37,14 @@ def poisoned(segments: int, heads: int = 1, device: Device = H200) -> Iterator[N
     segments."""
     from triton.runtime.interpreter import ScanOps
 
-    from flexsp.compiler.planning import plan
-    from flexsp.kernels.delta import plan as delta
+    from flexsp.compiler.planning import tiling
+    from flexsp.kernels.delta import tiling as delta
 
     ScanOps.generic_scan = scan_rows
-    before = plan._Cut.plans
-    plan._Cut.plans = lambda cut, chunk: iter([cut.plan(chunk, cut.width)])  # type: ignore[method-assign]
+    before = tiling._Cut.plans
+    tiling._Cut.plans = lambda cut, chunk: iter([cut.plan(chunk, cut.width)])  # type: ignore[method-assign]
     long, delta.LONG = delta.LONG, 1
-    delta.plan_of.cache_clear()
+    delta.tiling_of.cache_clear()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1).isnan(), "torch fills fresh memory only in its deterministic mode"
@@ -54,21 +54,21 @@ def poisoned(segments: int, heads: int = 1, device: Device = H200) -> Iterator[N
                 yield
     finally:
         torch.use_deterministic_algorithms(False)
-        plan._Cut.plans = before  # type: ignore[method-assign]
+        tiling._Cut.plans = before  # type: ignore[method-assign]
         delta.LONG = long
-        delta.plan_of.cache_clear()
+        delta.tiling_of.cache_clear()
 
 
 @contextmanager
 def in_pieces(columns: int) -> Iterator[None]:
     """Chunkwise kernels take states of all sizes in pieces of so many columns, as they do large ones; none if 0."""
     from flexsp.compiler.backend import generated_kernels
-    from flexsp.compiler.planning import plan
+    from flexsp.compiler.planning import tiling
 
-    before = generated_kernels.WHOLE, plan._PIECE
+    before = generated_kernels.WHOLE, tiling._PIECE
     if columns:
-        generated_kernels.WHOLE, plan._PIECE = 0, dict.fromkeys((True, False), columns)
+        generated_kernels.WHOLE, tiling._PIECE = 0, dict.fromkeys((True, False), columns)
     try:
         yield
     finally:
-        generated_kernels.WHOLE, plan._PIECE = before
+        generated_kernels.WHOLE, tiling._PIECE = before

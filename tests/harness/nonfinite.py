@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexsp.grammar import FlexLinearAttention
-from flexsp.testing.cases import CASES, DELTA_CASES, Shape
+from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
 from tests import variants
 from tests.harness import grammar
 from tests.harness.masks import MASKS
@@ -19,7 +19,7 @@ from tests.harness.masks import draw as draw_mask
 CHUNK = 64  # the longest chunk; shorter ones start at its multiples
 BOUNDS = [0, 20, 150, 150, 158, 231]
 LENGTHS = [[60, 90, 81], [150, 0, 81], [7, 200, 24]]
-ALL = CASES | DELTA_CASES
+ALL = CASES | PROGRAM_CASES
 WIDE = ("g", "w", "dt", "A", "A_log", "D", "dt_bias", "log_gamma", "g_gamma", "u")
 Tensors = dict[str, torch.Tensor]
 

@@ -315,11 +315,11 @@ def _many(role: str, traced: Traced) -> Iterator[None]:
 
 def run(
     program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor | None, state: tuple[int, ...],
-    bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int, call_text: str,
+    bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int, description: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Outputs [B, T, H, V] and final states; `initial` are states [N, H, *state], None for zeros.
 
-    `rows` of tokens here make one of `SequenceParallel.lengths`. `call_text` is what ranks compare of the call.
+    `rows` of tokens here make one of `SequenceParallel.lengths`. `description` is what ranks compare of the call.
     """
     x, anchor = next(iter(tokens.values())), None
     B, T, H = x.shape[:3]
@@ -342,7 +342,7 @@ def run(
     if program.transition == "max-plus":
         local.find_maxima(initial, sp)
         initial = None if initial is None else finite(initial)
-    o, final = reference.run(local, zero, initial, documents, sp, anchor, call_text)
+    o, final = reference.run(local, zero, initial, documents, sp, anchor, description)
     if local.maxima is not None and final is not None:
         final = settled(final, reference.final_states(local.maxima.around, documents))
     return torch.nn.functional.pad(o, (0, 0, 0, 0, 0, tail)) if tail else o, final

@@ -31,7 +31,7 @@ class Program:
     lowerings: tuple[Any, ...] = ()  # each a `Lowering`: the first that takes a call runs it, else generated kernels
     disagrees: str | None = None  # how results depend on where chunks end; None if they do not
 
-    def call_text(self, dtype: torch.dtype, packed: bool) -> str:
+    def description(self, dtype: torch.dtype, packed: bool) -> str:
         """The description of a call that ranks compare, to notice that they make different calls."""
         names = ", ".join(x.name for x in (self.chunk, self.decay, self.merge))
         return f"{names} on {dtype}{', packed' if packed else ''}"

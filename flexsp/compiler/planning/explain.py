@@ -11,7 +11,7 @@ from flexsp.compiler.backend.generated_kernels import CHUNKS, Generated
 from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.lowering import Lowering
 from flexsp.compiler.planning.model import Predicted, predict
-from flexsp.compiler.planning.plan import candidates, choose_plan
+from flexsp.compiler.planning.tiling import candidates, choose_tiling
 from flexsp.devices import Device, of_device
 
 __all__ = ["describe", "kernels_of"]
@@ -53,7 +53,7 @@ def describe(
         NotEmittable, ValueError: no kernels are made for these sizes, or for this chunk size.
     """
     device = device or of_device()
-    plan = choose_plan(code, sizes, heads, T, n_docs, dtype, ranks, device)
+    plan = choose_tiling(code, sizes, heads, T, n_docs, dtype, ranks, device)
     name = str(dtype).removeprefix("torch.")
     given = ", ".join(f"{key} = {n}" for key, n in sizes.items())
     packed = f", {n_docs} packed documents" if n_docs else ""

@@ -26,7 +26,7 @@ from flexsp.compiler.planning.capacity import copied_over
 from flexsp.compiler.planning.exact import ExactSegments
 from flexsp.exceptions import fail
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, nothing, ones, scan, unit, zeroed
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, minus_infinity, named, ones, scan, unit, zeroed
 from flexsp.kernels.primitives import dots
 
 __all__ = ["GeneratedPlan", "Tiling"]
@@ -81,7 +81,7 @@ class GeneratedPlan(ExactSegments):
     def __post_init__(self) -> None:
         code, tiling = self.code.sized(self.sizes), self.tiling
         vars(self).update(
-            code=code, name=code.program.merge.name, text=code.program.call_text(self.dtype, self.n_docs > 0),
+            code=code, name=code.program.merge.name, description=code.program.description(self.dtype, self.n_docs > 0),
             chunk=tiling.chunk, n_chunks=tiling.n_chunks, n_seg=tiling.n_seg, sparse=bool(code.layout.parts),
             surely_fits=tiling.sure, scanned=tiling.schedule == "segmented",
         )  # fmt: skip
@@ -242,7 +242,7 @@ class GeneratedPlan(ExactSegments):
         carried = ("@cut",) if factors else ("@decay", "@cut")
         names = ["@states", *(x for x in named(*self._summarize()[0].pointers) if x in carried)]
         units = [unit("@A")] if self.code.dense else [ones("@decay")] if factors else []
-        return [*units, zeroed(*names), *([nothing("@states")] if self._maxima else [])]
+        return [*units, zeroed(*names), *([minus_infinity("@states")] if self._maxima else [])]
 
     def _backward(self, dfinal: bool, dinitial: bool) -> list[LaunchSpec]:
         code, plan = self.code, self.tiling

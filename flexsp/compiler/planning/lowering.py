@@ -60,13 +60,13 @@ class Lowering:
 
     def in_pytorch(
         self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, text: str,
+        cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, description: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:  # fmt: skip
         """Outputs and final states of a call on CPU or in float64; None if the program's functions run it.
 
         Args:
             inputs: by name, tokens [B, T, H, ...] and parameters [H, ...], in the dtype of states.
-            text: the description of the call that ranks compare.
+            description: what ranks compare of the call.
         """
         return None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexsp.kernels.delta import walks
-from flexsp.kernels.delta.plan import Tiling
+from flexsp.kernels.delta.tiling import Tiling
 from flexsp.kernels.launch_plan import LaunchPlan
 from flexsp.kernels.launch_spec import Launch, LaunchSpec
 from flexsp.kernels.primitives import dots
@@ -67,7 +67,7 @@ class BasePlan(_Buffers):
     scale: float
     initial: bool
     returns_final: bool
-    text: str
+    description: str
     name: str
 
     def settled(self) -> dict[str, Any]:

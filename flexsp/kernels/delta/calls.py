@@ -7,7 +7,7 @@ import torch
 from flexsp.devices import of_device
 from flexsp.kernels.delta.channel_plan import ChannelPlan
 from flexsp.kernels.delta.delta_plan import DeltaPlan
-from flexsp.kernels.delta.plan import plan_of
+from flexsp.kernels.delta.tiling import tiling_of
 from flexsp.kernels.executable import CallSpec
 from flexsp.runtime.triton_private import runs_gluon
 
@@ -16,7 +16,7 @@ __all__ = ["launch_plan_of"]
 
 def launch_plan_of(
     given: CallSpec, beta: str, gate: str | None, scale: float, initial: bool, n_docs: int,
-    returns_final: bool, chained: bool, text: str, name: str,
+    returns_final: bool, chained: bool, description: str, name: str,
 ) -> DeltaPlan:  # fmt: skip
     """The plan for inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaPlan`.
 
@@ -27,7 +27,7 @@ def launch_plan_of(
     types = dict(zip(given.names, given.dtypes, strict=True))
     K, V = given.shapes["q"][-1], given.shapes["v"][-1]
     by_channel = gate is not None and len(given.shapes[gate]) == 3
-    tiling = plan_of(
+    tiling = tiling_of(
         given.dtype, given.B, given.T, given.H, K, V, n_docs, 0 if gate is None else K if by_channel else 1, chained,
         of_device(given.device), runs_gluon(), given.H // given.shapes["q"][1], given.tokens_per_row("q"),
     )  # fmt: skip
@@ -36,7 +36,7 @@ def launch_plan_of(
         kind = _in_gluon(by_channel)
         given.require_vectors("q", "k", "v")
     kinds = types[beta], torch.float32 if gate is None else types[gate]
-    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, returns_final, text, name)
+    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, returns_final, description, name)
 
 
 def _in_gluon(by_channel: bool) -> type[DeltaPlan]:

@@ -8,7 +8,7 @@ import torch
 
 from flexsp.kernels.delta import channels, walks
 from flexsp.kernels.delta.delta_plan import DeltaPlan
-from flexsp.kernels.delta.plan import Part
+from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step
 

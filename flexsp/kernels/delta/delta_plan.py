@@ -11,7 +11,7 @@ import torch
 
 from flexsp.kernels.delta import grads, scan_segments, walks, wy_transform
 from flexsp.kernels.delta.exact_plan import ExactPlan, choose
-from flexsp.kernels.delta.plan import Part
+from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel
 from flexsp.kernels.launch_plan import Buffer, Layout, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, scan, unit, zeroed

@@ -6,7 +6,7 @@ from typing import Any
 
 from flexsp.kernels.delta import exact, exact_grads
 from flexsp.kernels.delta.base_plan import BasePlan
-from flexsp.kernels.delta.plan import Part
+from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.launch_plan import LaunchPlan
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 

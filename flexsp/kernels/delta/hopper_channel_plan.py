@@ -13,7 +13,7 @@ import torch
 from flexsp.kernels.delta import hopper_channels, hopper_horizon, hopper_wy_transform
 from flexsp.kernels.delta.channel_plan import ChannelPlan
 from flexsp.kernels.delta.hopper_plan import WARP, HopperPlan
-from flexsp.kernels.delta.plan import Part
+from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 

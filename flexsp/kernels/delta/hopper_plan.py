@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from flexsp.kernels.delta import hopper_grads, hopper_walks, hopper_wy_transform
 from flexsp.kernels.delta.delta_plan import DeltaPlan
-from flexsp.kernels.delta.plan import Part
+from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.delta.walks import horizons
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 

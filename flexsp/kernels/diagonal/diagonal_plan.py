@@ -10,8 +10,8 @@ import torch
 
 from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, step_sizes, summarize
-from flexsp.kernels.diagonal.plan import NAME, Tiling, decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
+from flexsp.kernels.diagonal.tiling import NAME, Tiling, decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride, named
 from flexsp.kernels.primitives import dots
@@ -48,7 +48,7 @@ class DiagonalPlan(SegmentedPlan):
     initial: bool
     returns_final: bool
     dq_first: bool
-    text: str
+    description: str
     values: torch.dtype | None = None
     key_heads: int | None = None
     writing: ClassVar[str | None] = None  # the gates of keys, where these have their own

@@ -49,7 +49,7 @@ def run(
         anchor, q, k, v, g, g_gamma, initial = share_backward(sp, q, k, v, g, g_gamma, initial)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    layout = chunk_layout(cu_seqlens, B, T, sp, rows)
+    layout = chunk_layout(cu_seqlens, T, sp, rows)
     gates = _gates(g, g_gamma, (B, T, H), dtype)
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
     step = _Step(layout, layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype), gates)
@@ -142,7 +142,7 @@ class Layout(NamedTuple):
         return x.index_select(1, self.place_of.clamp(min=0)).masked_fill(nowhere, 0.0)
 
 
-def chunk_layout(cu_seqlens: Optional, B: int, T: int, sp: SequenceParallel | None, rows: int = 1) -> Layout:
+def chunk_layout(cu_seqlens: Optional, T: int, sp: SequenceParallel | None, rows: int = 1) -> Layout:
     if cu_seqlens is None:
         return Layout(T, _chunk_length(T))
     start, stop = (0, T) if sp is None else sp.shard_range(T, rows)[:2]

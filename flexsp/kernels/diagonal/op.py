@@ -9,7 +9,7 @@ import torch
 from flexsp.kernels import functions
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.diagonal import in_pytorch
-from flexsp.kernels.diagonal.plan import NAME, make_plan
+from flexsp.kernels.diagonal.tiling import NAME, make_tiling
 from flexsp.kernels.engine import Engine, asks_for_kernels, register
 from flexsp.kernels.functions import Like
 
@@ -22,28 +22,29 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
 
 
 class Diagonal(Engine):
-    """Calls of q, k, v and, where the state decays, of "g" [B, T, H] or "g_gamma" [H]. The form is "gate|rows|call":
-    the rows of a token and the text of the call."""
+    """Calls of q, k, v and, where the state decays, of "g" [B, T, H] or "g_gamma" [H]. The form is
+    "gate|rows|description": the rows of a token, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
 
     def __init__(self, form: str) -> None:
         self.form = form
-        gate, rows, self.text = form.split("|", 2)
+        gate, rows, self.description = form.split("|", 2)
         self.gate, self.rows = gate or None, int(rows)
         self.names = ("q", "k", "v") if self.gate is None else ("q", "k", "v", self.gate)
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
-        return make_plan(q, v, asked.n_docs)
+        return make_tiling(q, v, asked.n_docs)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(
-            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype, q.shape[2]
+            tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
+            q.shape[2],
         )  # fmt: skip
 
 
@@ -52,21 +53,21 @@ register(Diagonal, [3, 4])
 
 class Ssd(Engine):
     """Calls of the state-space dual: q, k (a row a group of heads), v, "dt" [B, T, H], "A" [H] and, where they are
-    there, "dt_bias" and "D" [H]. The form is "words|call": which of those two there are, "softplus", and the text of
-    the call."""
+    there, "dt_bias" and "D" [H]. The form is "words|description": which of those two there are, "softplus", and what
+    ranks compare of the call."""
 
     kind, title = "ssd", NAME
     params = frozenset(("A", "dt_bias", "D"))
 
     def __init__(self, form: str) -> None:
         self.form = form
-        words, self.text = form.split("|", 1)
+        words, self.description = form.split("|", 1)
         self.words = words.split(",")
         self.names = ("q", "k", "v", "dt", "A", *(x for x in ("dt_bias", "D") if x in self.words))
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
-        return make_plan(q, v, asked.n_docs)
+        return make_tiling(q, v, asked.n_docs)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
         from flexsp.kernels.diagonal.ssd_plan import SsdPlan
@@ -74,7 +75,8 @@ class Ssd(Engine):
         (q, _, v, dt, *_), initial = asked.tensors, asked.initial is not None
         softplus, bias, skips = (x in self.words for x in ("softplus", "dt_bias", "D"))
         return SsdPlan(
-            tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.text, v.dtype, q.shape[2],
+            tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
+            q.shape[2],
             softplus, bias, skips, dt.dtype,
         )  # fmt: skip
 
@@ -86,13 +88,13 @@ class _InPytorch:
     """The same calls where no kernels run them."""
 
     def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
-        gate, rows, text = how.split("|", 2)
+        gate, rows, description = how.split("|", 2)
         given = dict(zip(("q", "k", "v", gate), asked.tensors, strict=False))
         q, k, v, g, g_gamma = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma"))
         assert q is not None and k is not None and v is not None
         return in_pytorch.run(
-            q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, text, asked.want_final,
-            int(rows),
+            q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
+            asked.want_final, int(rows),
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -130,17 +132,9 @@ def diagonal(
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
-    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)
-    if not in_kernels and not functions.in_graph():
-        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-            call += f", boundaries {cu_seqlens.tolist()}"
-        with torch.autocast(q.device.type, enabled=False):  # states stay in fp32, as in the kernels
-            return in_pytorch.run(
-                q, k, v, g, g_gamma, scale, initial_state, cu_seqlens, sp, call, output_final_state, rows
-            )  # fmt: skip
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     tensors, form = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
-    if in_kernels:
+    if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
         decays = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
         o, final = Diagonal.run(
@@ -148,9 +142,9 @@ def diagonal(
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
-    want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
-    return functions.call(
-        Diagonal.kind, form, tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp, scale=scale
+    return functions.run(
+        Diagonal.kind, form, tensors, initial_state, cu_seqlens, output_final_state=output_final_state, sp=sp,
+        scale=scale,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import torch
 
 from flexsp.kernels.diagonal import step_sizes
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
-from flexsp.kernels.diagonal.plan import decay_dtype
 from flexsp.kernels.diagonal.tiles import Tile
+from flexsp.kernels.diagonal.tiling import decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import LaunchSpec
 

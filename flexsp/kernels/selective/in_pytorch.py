@@ -51,7 +51,7 @@ def run(
     anchor = None
     if sp is not None:
         anchor, u, dt, A, B, C, initial = share_backward(sp, u, dt, A, B, C, initial)
-    layout = chunk_layout(cu_seqlens, u.shape[0], u.shape[1], sp)
+    layout = chunk_layout(cu_seqlens, u.shape[1], sp)
     tokens = tuple(layout.chunks(x.unsqueeze(2), dt.dtype).squeeze(1) for x in (u, dt, B, C))
     step = _Step(layout, tokens, A, zoh)
     zero = torch.zeros_like(step.summaries[:, :, 0])

@@ -25,8 +25,8 @@ Optional = torch.Tensor | None
 
 
 class _Selective(Engine):
-    """Calls of u, delta, A, B, C and what else they have. The form is "flags|call": what is computed, and the text of
-    the call."""
+    """Calls of u, delta, A, B, C and what else they have. The form is "flags|description": what is computed, and what
+    ranks compare of the call."""
 
     kind, title = "selective", NAME
     params = frozenset(("A", "skip", "bias"))
@@ -34,21 +34,22 @@ class _Selective(Engine):
     def __init__(self, form: str) -> None:
         from flexsp.kernels.selective.selective_plan import Form
 
-        flags, self.text = form.split("|", 1)
+        flags, self.description = form.split("|", 1)
         self.form, self.computes = form, Form(*(x == "1" for x in flags))
         self.names = self.computes.names
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.selective.selective_plan import make_plan
+        from flexsp.kernels.channel_tiling import make_tiling
+        from flexsp.kernels.selective.selective_plan import LIMITS
 
-        return make_plan(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs)
+        return make_tiling(asked.tensors[0], asked.tensors[2].shape[-1], asked.n_docs, LIMITS)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> SelectivePlan:
         from flexsp.kernels.selective.selective_plan import SelectivePlan
 
         u, delta, *_ = asked.tensors
         initial = asked.initial is not None
-        return SelectivePlan(tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.text)
+        return SelectivePlan(tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.description)
 
 
 register(_Selective, range(5, 9))
@@ -58,7 +59,7 @@ class _InPytorch:
     """The same calls where no kernels run them."""
 
     def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, Optional]:
-        flags, text = how.split("|", 1)
+        flags, description = how.split("|", 1)
         zoh, softplus, *optional = (x == "1" for x in flags)
         sp, cu_seqlens, initial = asked.group, asked.cu_seqlens, asked.initial
         u, delta, A, B, C, *others = asked.tensors
@@ -66,10 +67,9 @@ class _InPytorch:
         D, z, bias = (next(left) if there else None for there in optional)
         if sp is not None:  # D and z do not lead to the exchange of states
             u, delta, A, B, C, D, z, bias, initial = share_backward(sp, u, delta, A, B, C, D, z, bias, initial)[1:]
-        with torch.autocast(u.device.type, enabled=False):
-            dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
-            y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, text, asked.want_final)
-            return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
+        dt = in_pytorch.steps(delta, bias, softplus, A.dtype)
+        y, last = in_pytorch.run(u, dt, A, B, C, zoh, initial, cu_seqlens, sp, description, asked.want_final)
+        return without_tail(in_pytorch.gated(y, u, D, z), cu_seqlens, sp), last
 
     def like(self, how: str, asked: Asked) -> Like:
         u, _, A, *_ = asked.tensors
@@ -94,17 +94,11 @@ def selective(
     flags = "".join(str(int(x)) for x in (zoh, softplus, *(x is not None for x in (D, z, delta_bias))))
     if not asks_for_kernels(u.is_cuda, u.dtype):
         tensors = [u, delta, A, B, C, *(x for x in (D, z, delta_bias) if x is not None)]
-        if functions.in_graph():
-            want_final = output_final_state and (sp is None or cu_seqlens is not None or sp.is_last)
-            return functions.call(
-                _Selective.kind, f"{flags}|{call}", tensors, initial_state, cu_seqlens, want_final=want_final, sp=sp
-            )  # fmt: skip
-        if sp is not None and cu_seqlens is not None and not cu_seqlens.is_cuda and not torch.compiler.is_compiling():
-            call += f", boundaries {cu_seqlens.tolist()}"
-        n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        asked = Asked(tensors, initial_state, cu_seqlens, n_docs, 1.0, output_final_state, sp)
-        return _InPytorch().run(f"{flags}|{call}", asked)
-    from flexsp.kernels.selective.selective_plan import channels_of_head
+        return functions.run(
+            _Selective.kind, f"{flags}|{call}", tensors, initial_state, cu_seqlens,
+            output_final_state=output_final_state, sp=sp,
+        )  # fmt: skip
+    from flexsp.kernels.channel_tiling import channels_of_head
 
     heads = (-1, channels_of_head(*A.shape))
     optional = [None if D is None else D.unflatten(0, heads), None if z is None else z.unflatten(2, heads),

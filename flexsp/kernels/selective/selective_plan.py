@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import triton
 
-from flexsp.devices import MOST_HEADS, Device, of_device
-from flexsp.exceptions import NotAvailable
+from flexsp.kernels.channel_tiling import ChannelTiling, Limits
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, step, zeroed
 from flexsp.kernels.selective import grads, walks
-from flexsp.scan.dense import MOST
 
-__all__ = ["NAME", "Form", "SelectivePlan", "Tiling", "make_plan", "channels_of_head"]
+__all__ = ["LIMITS", "NAME", "Form", "SelectivePlan"]
 
 NAME = "the kernels of flexsp.ops.selective_scan"
 _F32 = torch.float32
-_CHUNK = 8
-_NUMBERS = 1024  # of the states of a program
-_CHANNELS = 64  # at most
 _WARPS = 1
-_SEGMENTS = 64  # times as many programs as a device's number of them
+LIMITS = Limits(NAME, "u", channels=64, numbers=1024, programs=64, chunks=1 << 31)
 
 
 class Form(NamedTuple):
@@ -42,58 +35,6 @@ class Form(NamedTuple):
         """Of the tensors, in order."""
         optional = (("skip", self.skip), ("z", self.gate), ("bias", self.bias))
         return "u", "delta", "A", "B", "C", *(name for name, there in optional if there)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How one call is cut: P channels a head, blocks of channels and numbers, chunks and segments."""
-
-    B: int
-    T: int
-    D: int
-    N: int
-    P: int
-    n_docs: int
-    block: int
-    numbers: int
-    n_chunks: int
-    per_seg: int
-    n_seg: int
-
-    chunk: ClassVar[int] = _CHUNK
-
-    @property
-    def H(self) -> int:
-        return self.D // self.P
-
-    def programs(self, block: int) -> int:
-        return -(-self.D // block)
-
-
-def channels_of_head(D: int, N: int) -> int:
-    """How many channels the scan over segments and ranks takes for a head: a divisor, of states that it holds."""
-    return next(size for size in range(min(D, MOST // N), 0, -1) if D % size == 0)
-
-
-def make_plan(u: torch.Tensor, N: int, n_docs: int) -> Tiling:
-    """Tiling for u [batch, T, H, P] and `n_docs` packed documents (0: not packed), on the GPU that u is on."""
-    sizes = (*u.shape, N, n_docs)
-    build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
-    return build(*sizes, of_device(u.device))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan_of(batch: int, T: int, H: int, P: int, N: int, n_docs: int, device: Device) -> Tiling:
-    D, numbers = H * P, triton.next_power_of_2(N)
-    if batch * H > MOST_HEADS:
-        blocks = f"blocks of {P} channels, the largest divisor of D = {D} up to {MOST // N}"
-        raise NotAvailable(f"u: {NAME} takes at most {MOST_HEADS} {blocks}, in all sequences, got {batch * H}")
-    block = max(1, min(triton.next_power_of_2(D), _CHANNELS, _NUMBERS // numbers))
-    n_chunks = -(-T // _CHUNK) + n_docs
-    wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
-    per_seg = max(1, -(-n_chunks // max(1, min(n_chunks, wanted))))
-    n_seg = max(1, -(-n_chunks // per_seg))
-    return Tiling(batch, T, D, N, P, n_docs, block, numbers, n_chunks, per_seg, n_seg)
 
 
 def _padded(B: torch.Tensor, C: torch.Tensor, to_B: torch.Tensor, to_C: torch.Tensor) -> None:
@@ -126,13 +67,13 @@ class SelectivePlan(SegmentedPlan):
         delta: the dtype of delta, which may be another.
     """
 
-    tiling: Tiling
+    tiling: ChannelTiling
     form: Form
     dtype: torch.dtype
     delta: torch.dtype
     initial: bool
     returns_final: bool
-    text: str
+    description: str
     filler: ClassVar[str] = "u"
     kernels: ClassVar[dict[str, Any]] = by_name(
         walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,

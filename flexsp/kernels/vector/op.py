@@ -19,7 +19,7 @@ Optional = torch.Tensor | None
 
 
 class _Vector(Engine):
-    """Calls of x and g. The form is the text of the call."""
+    """Calls of x and g. The form is what ranks compare of the call."""
 
     kind, title = "vector", "the kernels of vector states"
     names = ("x", "g")
@@ -28,9 +28,10 @@ class _Vector(Engine):
         self.form = form
 
     def tiling(self, asked: Asked) -> Any:
-        from flexsp.kernels.vector.vector_plan import make_plan
+        from flexsp.kernels.channel_tiling import make_tiling
+        from flexsp.kernels.vector.vector_plan import LIMITS
 
-        return make_plan(asked.tensors[0], asked.n_docs)
+        return make_tiling(asked.tensors[0], 1, asked.n_docs, LIMITS)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> VectorPlan:
         from flexsp.kernels.vector.vector_plan import VectorPlan
@@ -48,7 +49,7 @@ def vector_state(
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """h_t = e^{g_t} h_{t-1} + x_t of x and natural-log gates g [B, T, D], already validated: all h_t in x's dtype, and
     the final states [N, D]. Gates below -104 act as that, and have no gradient."""
-    from flexsp.kernels.vector.vector_plan import channels_of_head
+    from flexsp.kernels.channel_tiling import channels_of_head
 
     heads = (-1, channels_of_head(x.shape[2]))
     tensors = [x.unflatten(2, heads), g.unflatten(2, heads)]

@@ -2,76 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import triton
 
-from flexsp.devices import MOST_HEADS, Device, of_device
-from flexsp.exceptions import NotAvailable
+from flexsp.kernels.channel_tiling import ChannelTiling, Limits
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 from flexsp.kernels.vector import walks
-from flexsp.scan.dense import MOST
 
-__all__ = ["NAME", "Tiling", "VectorPlan", "channels_of_head", "make_plan"]
+__all__ = ["LIMITS", "NAME", "VectorPlan"]
 
 NAME = "the kernels of vector states"
 _F32 = torch.float32
-_CHUNK = 8
-_CHANNELS = 128  # of a program at most
-_SEGMENTS = 8  # times as many programs as a device's number of them
-_CHUNKS = 128  # of a segment at most: every token's factor is rounded, and for gates near 0 always the same way
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How one call is cut: P channels a head, blocks of channels, chunks and segments."""
-
-    B: int
-    T: int
-    D: int
-    P: int
-    n_docs: int
-    block: int
-    n_chunks: int
-    per_seg: int
-    n_seg: int
-
-    chunk: ClassVar[int] = _CHUNK
-
-    @property
-    def H(self) -> int:
-        return self.D // self.P
-
-
-def channels_of_head(D: int) -> int:
-    """How many channels the scan over segments and ranks takes for a head: a divisor, of states that it holds."""
-    return next(size for size in range(min(D, MOST), 0, -1) if D % size == 0)
-
-
-def make_plan(x: torch.Tensor, n_docs: int) -> Tiling:
-    """Tiling for x [batch, T, H, P] and `n_docs` packed documents (0: not packed), on the GPU that x is on."""
-    sizes = (*x.shape, n_docs)
-    build = _plan_of if all(type(n) is int for n in sizes) else _plan_of.__wrapped__  # symbolic sizes have no hash
-    return build(*sizes, of_device(x.device))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan_of(batch: int, T: int, H: int, P: int, n_docs: int, device: Device) -> Tiling:
-    D = H * P
-    if batch * H > MOST_HEADS:
-        blocks = f"blocks of {P} channels, the largest divisor of D = {D} up to {MOST}"
-        raise NotAvailable(f"x: {NAME} take at most {MOST_HEADS} {blocks}, in all sequences, got {batch * H}")
-    block = min(triton.next_power_of_2(D), _CHANNELS)
-    n_chunks = -(-T // _CHUNK) + n_docs
-    wanted = max(1, _SEGMENTS * device.programs // max(1, batch * -(-D // block)))
-    per_seg = min(_CHUNKS, max(1, -(-n_chunks // max(1, min(n_chunks, wanted)))))
-    n_seg = max(1, -(-n_chunks // per_seg))
-    return Tiling(batch, T, D, P, n_docs, block, n_chunks, per_seg, n_seg)
+# Every token's factor is rounded, and for gates near 0 always the same way: that limits the chunks of a segment.
+LIMITS = Limits(NAME, "x", channels=128, numbers=128, programs=8, chunks=128)
 
 
 @dataclass(frozen=True)
@@ -86,12 +33,12 @@ class VectorPlan(SegmentedPlan):
         gate: the dtype of g, which may be another.
     """
 
-    tiling: Tiling
+    tiling: ChannelTiling
     dtype: torch.dtype
     gate: torch.dtype
     initial: bool
     returns_final: bool
-    text: str
+    description: str
     filler: ClassVar[str] = "g"
     kernels: ClassVar[dict[str, Any]] = by_name(
         walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.grads_kernel
@@ -153,6 +100,6 @@ class VectorPlan(SegmentedPlan):
         p = self.tiling
         constants |= {"D": p.D, "P": p.P, "BD": p.block, "C": p.chunk}
         return self.launch(
-            kind, Launch(p.block, 1, 1), (-(-p.D // p.block), p.B, p.n_seg), pointers, writes,
+            kind, Launch(p.block, 1, 1), (p.programs(p.block), p.B, p.n_seg), pointers, writes,
             (*strides, p.T, p.n_seg, p.n_chunks, p.per_seg), constants,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["drop_lane_flags", "packed_carries"]
+__all__ = ["drop_lane_flags"]
 
 _FLAGGED = re.compile(
     r"= (add|sub|mul|shl|lshr|ashr|udiv|sdiv|or|trunc|zext|uitofp|icmp)"
@@ -27,12 +27,3 @@ _FLAGGED = re.compile(
 def drop_lane_flags(text: str) -> str:
     """LLVM text without the flags of integer operations on vectors that make a result poison."""
     return _FLAGGED.sub(r"= \1 ", text)
-
-
-def packed_carries(ptx: str) -> list[str]:
-    """Instructions of PTX that join a 64-bit product with a number in the upper half: two 32-bit lanes, the first of
-    which may run into the second."""
-    wide = set(re.findall(r"mul\.wide\.[us]32\s+(%rd\d+),", ptx))
-    upper = {name for name, by in re.findall(r"shl\.b64\s+(%rd\d+), %rd\d+, (\d+);", ptx) if int(by) >= 32}
-    joined = re.finditer(r"or\.b64\s+%rd\d+, (%rd\d+), (%rd\d+);", ptx)
-    return [x[0] for x in joined if {x[1], x[2]} & wide and {x[1], x[2]} & upper]

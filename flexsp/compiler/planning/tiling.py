@@ -30,7 +30,7 @@ from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
 from flexsp.scan.tiles import MOST_ROWS, too_large
 
-__all__ = ["candidates", "choose_plan", "not_generated", "refusal"]
+__all__ = ["candidates", "choose_tiling", "not_generated", "refusal"]
 
 _LONGEST = 128
 _PIECE = {True: 64, False: 32}  # columns of a piece of a large state, in bf16 or not
@@ -47,11 +47,11 @@ _SHARED = 4  # programs on a multiprocessor, of kernels without products
 _WORTH = 0.8  # a chunk size is taken instead of the measured one if its predicted time is at most this share
 
 
-def choose_plan(
+def choose_tiling(
     code: Generated, sizes: Mapping[str, int], heads: int, T: int, n_docs: int, dtype: torch.dtype, ranks: bool = False,
     device: Device | None = None, chunk: int | None = None,
 ) -> Tiling:  # fmt: skip
-    """The plan of a call of generated kernels, kept for calls like it.
+    """The tiling of a call of generated kernels, kept for calls like it.
 
     A dense transition is walked in one segment, and columns of the state are spread over programs instead: its
     segments would have to be composed with a K x K product each. With others, bf16 walks have all columns, or as many
@@ -77,7 +77,7 @@ def choose_plan(
 
 
 def refusal(
-    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool, ranks: bool = False
+    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool
 ) -> str | None:  # fmt: skip
     """Why neither generated kernels nor a lowering run a call with these inputs, or None.
 
@@ -104,7 +104,7 @@ def not_generated(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype)
         wrong = _wrong_on_gpus(code, sizes, dtype)
         if wrong is not None:
             return wrong
-        choose_plan(code, {name: sizes[name] for name in code.layout.sizes}, 1, 1, 0, dtype)
+        choose_tiling(code, {name: sizes[name] for name in code.layout.sizes}, 1, 1, 0, dtype)
     except KeyError as error:
         return f"no input of the call tells the size {error}"
     except NotEmittable as error:

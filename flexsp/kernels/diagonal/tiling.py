@@ -11,7 +11,7 @@ from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.diagonal import tiles
 from flexsp.kernels.diagonal.tiles import Tiles
 
-__all__ = ["NAME", "Tiling", "decay_dtype", "make_plan", "plan_of"]
+__all__ = ["NAME", "Tiling", "decay_dtype", "make_tiling", "tiling_of"]
 
 NAME = "the kernels of flexsp.ops (chunk_simple_gla and the others)"
 
@@ -36,16 +36,16 @@ class Tiling:
         return self.tiles.chunk
 
 
-def make_plan(q: torch.Tensor, v: torch.Tensor, n_docs: int) -> Tiling:
+def make_tiling(q: torch.Tensor, v: torch.Tensor, n_docs: int) -> Tiling:
     """Tiling for q [B, T, G, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU."""
     sizes = (*v.shape[:3], q.shape[-1], v.shape[-1], n_docs)
-    build = plan_of if all(type(n) is int for n in sizes) else plan_of.__wrapped__  # symbolic sizes have no hash
+    build = tiling_of if all(type(n) is int for n in sizes) else tiling_of.__wrapped__  # symbolic sizes have no hash
     return build(q.dtype, *sizes, of_device(q.device))
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, device: Device) -> Tiling:
-    """As `make_plan`, of sizes."""
+def tiling_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, device: Device) -> Tiling:
+    """As `make_tiling`, of sizes."""
     check_heads("q", B, H)
     choice = tiles.choose(dtype, K, V, device, n_docs > 0)
     n_chunks = -(-T // choice.chunk) + n_docs

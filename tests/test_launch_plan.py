@@ -16,10 +16,10 @@ import torch
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, dispatch
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
-from flexsp.compiler.planning.plan import choose_plan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.devices import of_arch
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
-from flexsp.kernels.diagonal.plan import make_plan
+from flexsp.kernels.diagonal.tiling import make_tiling
 from flexsp.kernels.executable import CallSpec, Executable
 from flexsp.kernels.launch_plan import Role, gradient_of
 from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
@@ -57,7 +57,7 @@ def calls(name: str) -> Iterator[GeneratedPlan]:
     sizes = dict.fromkeys(code.layout.sizes, 64)
     for T, docs, ranks, given in itertools.product((40, 9000), (0, 3), (False, True), (False, True)):
         B = 1 if docs else 2
-        plan = choose_plan(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
+        plan = choose_tiling(code, sizes, B * H, T, docs, BF16, ranks, of_arch(90))
         yield GeneratedPlan(code, plan, sizes, B, H, T, docs, BF16, given, returns_final=not ranks)
 
 
@@ -95,7 +95,7 @@ def engine_calls() -> Iterator[DiagonalPlan]:
     gates, either = (None, "g", "g_gamma"), (False, True)
     for K, T, docs, gate, given, early in itertools.product((64, 256), (0, 40, 9000), (0, 3), gates, either, either):
         q = torch.empty(1 if docs else 2, T, H, K, dtype=BF16, device="meta")
-        yield DiagonalPlan(make_plan(q, q, docs), BF16, gate, 0.1, given, not early, early, "")
+        yield DiagonalPlan(make_tiling(q, q, docs), BF16, gate, 0.1, given, not early, early, "")
 
 
 def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:

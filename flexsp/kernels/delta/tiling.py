@@ -11,7 +11,7 @@ import torch
 from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.launch_spec import Launch
 
-__all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "plan_of"]
+__all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "tiling_of"]
 
 MOST = 256
 """Of K and V."""
@@ -164,7 +164,7 @@ def _parts(gates: int, steps: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(
+def tiling_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, gates: int, ranks: bool, device: Device,
     gluon: bool = False, group: int = 1, steps: int = 1,
 ) -> Tiling:  # fmt: skip

@@ -16,18 +16,15 @@ from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick
 
-T, H, K, V = 19, 2, 16, 270
+SIZES = 19, 2, 16, 270  # T, H, K, V
 Tensors = dict[str, torch.Tensor]
 
 
-def _drawn(seed: int, **more: tuple[int, ...]) -> Tensors:
+def inputs(name: str, seed: int, T: int, H: int, K: int, V: int) -> Tensors:
     made = torch.Generator().manual_seed(seed)
-    shapes = {"q": (1, T, H, K), "k": (1, T, H, K), "v": (1, T, H, V), **more}
-    return {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
-
-
-def _inputs(name: str, seed: int) -> Tensors:
-    x = _drawn(seed, g=(1, T, H, K), h=(1, T, H), initial_state=(1, H, K, V))
+    keys = 1, T, H, K
+    shapes = {"q": keys, "k": keys, "v": (1, T, H, V), "g": keys, "h": (1, T, H), "initial_state": (1, H, K, V)}
+    x = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
     x["k"] = F.normalize(x["k"], dim=-1)
     gates, strong = F.logsigmoid(x.pop("g")), x.pop("h").sigmoid()
     if name in ("gla", "kda"):
@@ -54,10 +51,14 @@ OPS: dict[str, Any] = {
 
 
 def solve(name: str, given: Tensors, dtype: torch.dtype) -> Tensors:
-    leaves = {key: x.to(dtype).requires_grad_() for key, x in given.items()}
+    leaves = {
+        key: x.to(torch.promote_types(dtype, torch.float32) if key == "initial_state" else dtype).requires_grad_()
+        for key, x in given.items()
+    }  # fmt: skip
     o, final = OPS[name](**leaves, output_final_state=True)
     made = torch.Generator().manual_seed(1)
-    loss = sum((x.double() * torch.randn(x.shape, generator=made, dtype=torch.float64)).sum() for x in (o, final))
+    weights = [torch.randn(x.shape, generator=made, dtype=torch.float64).to(x.device) for x in (o, final)]
+    loss = sum((x.double() * w).sum() for x, w in zip((o, final), weights, strict=True))
     return {"o": o.detach(), "final": final.detach(), **{
         f"d{key}": x for key, x in zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)
     }}  # fmt: skip
@@ -69,7 +70,7 @@ def kernels(sp: Any, name: str, given: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("name", quick(OPS, "simple_gla", "mamba2", "gated"))
 def test_as_in_pytorch(name: str) -> None:
-    given = _inputs(name, random.randrange(2**31))
+    given = inputs(name, random.randrange(2**31), *SIZES)
     want = solve(name, given, torch.float64)
     (got,) = run_ranks(kernels, 1, name, given, env=INTERPRETED)
     errors = {key: relative_error(got[key], want[key]) for key in want}

@@ -399,6 +399,12 @@ KERNELS = [
          _REPEATED + "[own]"),
     ),
     *_in(
+        "flexsp/compiler/backend/by_token.py",
+        ('f"{da.f32} * {x.f32}"', 'f"{da.f32} + {x.f32}"', "gradients of a token's score are sums", _REPEATED + "[rwkv7]"),
+        ('"sum_over({q.f32} * {k.f32} + 0.0, 1)[:, None]"', '"sum_over({k.f32} * {k.f32} + 0.0, 1)[:, None]"',
+         "a token's score is that of its key", _REPEATED + "[rwkv7]"),
+    ),
+    *_in(
         "flexsp/compiler/planning/exact.py",
         ("return self.code.inverts and", "return False and", "inverses of generated kernels are rounded", _REPEATED + "[rwkv7]"),
         ("panels += -(-self.state[0] // width)", "panels += 0", "a shard done token by token hands on a rounded transition",

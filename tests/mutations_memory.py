@@ -47,6 +47,8 @@ MEMORY = [
     *_in(
         "flexsp/kernels/mlstm/in_pytorch.py",
         ("(i.double() - m).exp()", "i.double().exp()", "what is written is not stabilised", _OPS),
+        ("torch.promote_types(dtype, torch.float32)", "dtype", "the weights of keys are rounded",
+         "tests/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
         ("torch.exp(-m).to(wide)", "torch.exp(0 * m).to(wide)", "the denominator is at least another number", _OPS),
         ("denominator.to(wide).abs()", "denominator.to(wide)", "a negative denominator is cut off", _OPS),
         ("least) + eps)).to", "least + eps))).to", "the constant is added to the least denominator alone", _EPS),

@@ -147,6 +147,15 @@ def test_of_gluon_kernels_only_barriers_are_changed(tmp_path: Path) -> None:
     assert [x.what.split(": ")[1] for x in mutants_of(file, tmp_path)] == ["barrier"]
 
 
+def test_barriers_that_triton_puts_itself_are_left_out() -> None:
+    in_walks, in_inverses = (
+        {x.what.partition(": barrier: ")[2] for x in mutants_of(f"flexsp/kernels/delta/hopper_{name}.py")}
+        for name in ("walks", "wy_transform")
+    )
+    barrier = "`gl.thread_barrier()` becomes `pass`"
+    assert barrier in in_walks and in_inverses and barrier not in in_inverses
+
+
 def test_a_line_that_stands_twice_is_changed_once(tmp_path: Path) -> None:
     code = "def f(x):\n    x = x + y\n    g(x)\n\n\ndef h(x):\n    x = x + y\n    g(x)\n"
     found = [x for x in mutants_of(_written(tmp_path, code), tmp_path) if ": sign: " in x.what]

@@ -60,6 +60,8 @@ KERNELS = [
         "flexsp/scan/neighbours.py",
         ("wait_epoch(control + 8, epoch - 2,", "wait_epoch(control + 8, epoch - 9,", "a sender waits for no credit",
          "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
+        ("tl.where((seen >> 32) == epoch, kind, _MISMATCH)", "kind", "a later tile is taken for this one",
+         "tests/test_propagate.py::test_what_flags_say"),
     ),
     *_in(
         "flexsp/kernels/delta/wy_transform.py",
@@ -355,8 +357,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/operators.py",
-        ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False]"),
-        ("SymInt n_docs", "int n_docs", "another number of documents is another graph", _LENGTHS + "[True]"),
+        ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False-False]"),
+        ("SymInt n_docs", "int n_docs", "another number of documents is another graph", _LENGTHS + "[True-False]"),
         ("not x.is_neg() and not", "not", "views that negate are read as they lie", _UNUSUAL + "test_views_that_negate[ops]"),
         ("type(x) in _TENSORS and", "", "tensors without memory are read", _UNUSUAL + "test_tensors_without_memory"),
         ("key is None or plain(do", "True or plain(do", "gradients without memory are read",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,17 @@ def test_every_mutation_stands_once_and_has_tests_that_are_there() -> None:
                 tree = ast.parse((ROOT / file).read_text())
                 defined[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
             assert not name or name.partition("[")[0] in defined[file], f"{mutation}: no test {test}"
+
+
+@pytest.mark.slow
+def test_every_parameter_of_listed_tests_is_there() -> None:
+    """Of files that are not skipped here."""
+    listed = {test for mutation in MUTATIONS for test in mutation.tests if test.endswith("]")}
+    files = sorted({test.partition("::")[0] for test in listed})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    some = {test.partition("::")[0] for test in collected}
+    assert not {test for test in listed if test.partition("::")[0] in some}.difference(collected)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ MEMORY = [
         "flexsp/kernels/mlstm/rows.py",
         ("grad += tl.load(other + to", "tl.load(other + to", "the second reader's gradient is lost", _ROWS),
         ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _ROWS),
+        ('"denominator": denominator.contiguous(), "m"', '"denominator": denominator, "m"',
+         "denominators behind strides are misread", _ROWS),
         ("of_weight += tl.load(dweights", "tl.load(dweights", "weights have no gradient of their own", _ROWS),
         ("slope = tl.where(below < 0, -share, share)", "slope = share", "the sign of the normaliser is lost", _ROWS),
         ("tl.where((least >= tl.abs(below)) | (least != least), least, tl.abs(below)) + eps", "tl.abs(below) + eps",

@@ -379,11 +379,15 @@ def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]
     )
     own, folder = re.compile(rf"\b{re.escape(module)}\b"), f"from {module.rpartition('.')[0]} import "
     from_folder = re.compile(rf"{re.escape(folder)}[^\n]*\b{path.stem}\b")
-    files = [
-        name for name, text in _test_files(root).items()
-        if (module in text and own.search(text)) or (folder in text and from_folder.search(text))
-        or path.stem.strip("_") in Path(name).stem.split("_") or name.startswith(f"tests/test_{path.stem}")
-    ]  # fmt: skip
+
+    def imports(text: str) -> bool:
+        return bool((module in text and own.search(text)) or (folder in text and from_folder.search(text)))
+
+    def named(test: str) -> bool:
+        return path.stem.strip("_") in Path(test).stem.split("_") or test.startswith(f"tests/test_{path.stem}")
+
+    files = [name for name, text in _test_files(root).items() if imports(text) or named(name)]
+    files.sort(key=lambda name: not (named(name) or imports((root / name).read_text())))  # else by way of tests/harness
     folders = [names for folder, names in _OF_FOLDERS.items() if file.startswith(folder)]
     of_all = [f"tests/test_{name}.py" for names in folders for name in names]
     ranked = [*[test for test, _ in listed.most_common()], *files[:8], *of_all, *[x for x, _ in beside.most_common(3)]]

@@ -163,6 +163,10 @@ STARTING = [
     ),
     *_in(
         "flexsp/compiler/backend/generated_kernels.py",
+        ("folder.mkdir(mode=0o755,", "folder.mkdir(mode=0o777,", "an umask of 0 opens the folder of generated kernels",
+         "tests/test_code_folder.py::test_the_users_folder_with_an_umask_of_0"),
+        ("*(state[:1] if dense", "*(state if dense", "states of many columns are taken for large ones",
+         "tests/test_plan.py::test_kernels_in_pieces_are_those_of_large_states_alone"),
         ("return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()", "return folder",
          "kernels' files go to a folder that cannot be written",
          "tests/test_made_once.py::test_folders_that_are_not_named"),

@@ -107,6 +107,8 @@ _SCAN = [
     ),
     *_in(
         "flexsp/comm/group.py",
+        ("if dim >= x.dim():", "if dim > x.dim():", "a dimension that is not there is not named",
+         "tests/test_group.py::test_partition_and_shard"),
         ("base + (r < extra)", "base + (r <= extra)", "shards have a token too many",
          "tests/test_group.py::test_partition_and_shard"),
         ("self.world_size / count.clamp", "1.0 / count.clamp", "losses are not scaled for averaging",

@@ -60,6 +60,8 @@ KERNELS = [
         "flexsp/scan/neighbours.py",
         ("wait_epoch(control + 8, epoch - 2,", "wait_epoch(control + 8, epoch - 9,", "a sender waits for no credit",
          "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
+        ("tl.where((seen >> 32) == epoch, kind, _MISMATCH)", "kind", "a later tile is taken for this one",
+         "tests/test_propagate.py::test_what_flags_say"),
     ),
     *_in(
         "flexsp/kernels/delta/wy_transform.py",
@@ -355,8 +357,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/operators.py",
-        ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False]"),
-        ("SymInt n_docs", "int n_docs", "another number of documents is another graph", _LENGTHS + "[True]"),
+        ("key = _MANY_SIZES + key", "pass", "another length is another graph", _LENGTHS + "[False-False]"),
+        ("SymInt n_docs", "int n_docs", "another number of documents is another graph", _LENGTHS + "[True-False]"),
         ("not x.is_neg() and not", "not", "views that negate are read as they lie", _UNUSUAL + "test_views_that_negate[ops]"),
         ("type(x) in _TENSORS and", "", "tensors without memory are read", _UNUSUAL + "test_tensors_without_memory"),
         ("key is None or plain(do", "True or plain(do", "gradients without memory are read",
@@ -397,6 +399,12 @@ KERNELS = [
         "flexsp/compiler/backend/exact.py",
         (', *token_at("exact_i")]\n    return make_walk', "]\n    return make_walk", "the gradient of a token is taken at the one before",
          _REPEATED + "[own]"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/by_token.py",
+        ('f"{da.f32} * {x.f32}"', 'f"{da.f32} + {x.f32}"', "gradients of a token's score are sums", _REPEATED + "[rwkv7]"),
+        ('"sum_over({q.f32} * {k.f32} + 0.0, 1)[:, None]"', '"sum_over({k.f32} * {k.f32} + 0.0, 1)[:, None]"',
+         "a token's score is that of its key", _REPEATED + "[rwkv7]"),
     ),
     *_in(
         "flexsp/compiler/planning/exact.py",

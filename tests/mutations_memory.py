@@ -47,6 +47,8 @@ MEMORY = [
     *_in(
         "flexsp/kernels/mlstm/in_pytorch.py",
         ("(i.double() - m).exp()", "i.double().exp()", "what is written is not stabilised", _OPS),
+        ("torch.promote_types(dtype, torch.float32)", "dtype", "the weights of keys are rounded",
+         "tests/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
         ("torch.exp(-m).to(wide)", "torch.exp(0 * m).to(wide)", "the denominator is at least another number", _OPS),
         ("denominator.to(wide).abs()", "denominator.to(wide)", "a negative denominator is cut off", _OPS),
         ("least) + eps)).to", "least + eps))).to", "the constant is added to the least denominator alone", _EPS),
@@ -90,6 +92,8 @@ MEMORY = [
         "flexsp/kernels/mlstm/rows.py",
         ("grad += tl.load(other + to", "tl.load(other + to", "the second reader's gradient is lost", _ROWS),
         ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _ROWS),
+        ('"denominator": denominator.contiguous(), "m"', '"denominator": denominator, "m"',
+         "denominators behind strides are misread", _ROWS),
         ("of_weight += tl.load(dweights", "tl.load(dweights", "weights have no gradient of their own", _ROWS),
         ("slope = tl.where(below < 0, -share, share)", "slope = share", "the sign of the normaliser is lost", _ROWS),
         ("tl.where((least >= tl.abs(below)) | (least != least), least, tl.abs(below)) + eps", "tl.abs(below) + eps",

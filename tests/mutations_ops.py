@@ -110,6 +110,8 @@ OPS = [
     *_in(
         "flexsp/ops/selective_scan.py",
         ("    u = without_tail(u, cu_seqlens, group)  #", "    #", "what lies behind documents reaches a constant B", _CONSTANTS),
+        ("delta.to(wide_u.dtype).repeat", "delta.repeat", "gradients of steps are rounded number by number",
+         "tests/test_selective_scan.py::test_the_same_for_all_tokens_beside_steps_of_half_precision"),
         ("u).repeat_interleave(N),", "u).repeat(N),", "numbers have the biases of other channels", _CONSTANTS),
         ("return x[None, None]\n", "return x[None, None].flip(2)\n", "channels have constants of others", _CONSTANTS),
     ),

@@ -87,6 +87,9 @@ STARTING = [
          "tests/test_installed.py::test_doctor_names_numpy_where_it_is_missing"),
         ('Finding("ok", "posix"', 'Finding("ok", "shm"', "doctor says nothing of a transport",
          "tests/test_cli.py::test_every_transport_has_a_line"),
+        ("if world > 1:", "if world >= 1:", "doctor starts ranks of one GPU", "tests/test_cli.py::test_ranks_of_the_self_test"),
+        ("last words: {lines[-1:]}", "last words: {lines[1:]}", "doctor says all of what a late process wrote",
+         "tests/test_cli.py::test_children_report_fail_and_never_hang"),
     ),
     *_in(
         "flexsp/nn/exactness.py",
@@ -162,6 +165,10 @@ STARTING = [
     ),
     *_in(
         "flexsp/compiler/backend/generated_kernels.py",
+        ("folder.mkdir(mode=0o755,", "folder.mkdir(mode=0o777,", "an umask of 0 opens the folder of generated kernels",
+         "tests/test_code_folder.py::test_the_users_folder_with_an_umask_of_0"),
+        ("*(state[:1] if dense", "*(state if dense", "states of many columns are taken for large ones",
+         "tests/test_plan.py::test_kernels_in_pieces_are_those_of_large_states_alone"),
         ("return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()", "return folder",
          "kernels' files go to a folder that cannot be written",
          "tests/test_made_once.py::test_folders_that_are_not_named"),

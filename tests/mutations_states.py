@@ -33,7 +33,7 @@ STATES = [
             "total = tl.where(length > 0, total {sign} {each}, total)",
             "total = total {sign} {each}",
             "chunks without tokens multiply each number",
-            _PROGRAMS + "test_a_decay_that_no_token_changes[A.sigmoid()-bounds1-lengths2]",
+            _PROGRAMS + "test_a_decay_that_no_token_changes[A.sigmoid()-bounds7-lengths7]",
         ),
     ),
     *_in(

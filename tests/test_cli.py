@@ -167,7 +167,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import os, subprocess, sys, time\n"
         "if os.environ.get('RANK') != '1':\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "    print(child.pid, flush=True)\n"
+        "    print(child.pid, 'noise', 'waiting', sep='\\n', flush=True)\n"
         "    time.sleep(600)\n"
         'print(\'[["ok", "late", "fine"]]\')\n'
     )
@@ -183,12 +183,39 @@ def test_children_report_fail_and_never_hang(scripts: Path) -> None:
     late = doctor.Child("late", ["late"], ranks=2, timeout_s=3)
     (finding,) = late.start(scripts).collect()
     assert time.monotonic() - began < 100  # its children sleep for ten minutes
-    assert finding.level == "fail" and finding.name == "late, rank 0" and "no answer within 3 s" in finding.detail
+    assert finding.level == "fail" and finding.name == "late, rank 0"
+    assert "no answer within 3 s; last words: ['waiting']" in finding.detail
     grandchild = int(late.lines(0)[0])
     status = Path(f"/proc/{grandchild}/status")
     while alive(status) and time.monotonic() - began < 100:
         time.sleep(0.1)
     assert not alive(status)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "world"), [(0, None, 0), (1, None, 0), (2, None, 2), (8, None, 4), (8, 3, 3)]
+)
+def test_ranks_of_the_self_test(
+    gpus: int, asked: int | None, world: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On GPUs, over what is there, where there are two and more; on the CPU always."""
+
+    class Started:
+        def __init__(self, title: str, arguments: list[str], ranks: int = 1, **others: Any) -> None:
+            self.told = (arguments[-1], title, ranks)
+
+        def start(self, folder: Path) -> Started:
+            return self
+
+        def collect(self) -> list[Any]:
+            return [self.told] if self.told[2] > 1 or "ranks" in self.told[1] else []
+
+    there = [doctor.Finding(level, name, "") for level, name in (("ok", "peer"), ("warn", "put"))]
+    monkeypatch.setattr(doctor, "transports", lambda report: there)
+    monkeypatch.setattr(doctor, "Child", Started)
+    found = doctor.self_test({"gpus": [{}] * gpus}, asked, tmp_path)
+    want = [("process_group", "2 CPU ranks", 2), ("peer", f"{world} GPU ranks, peer", world)]
+    assert found == want[: 2 if world else 1]
 
 
 def alive(status: Path) -> bool:

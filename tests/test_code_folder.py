@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.backend.generated_kernels import write_code
+from flexsp.compiler.backend.generated_kernels import _users_folder, write_code
 from flexsp.exceptions import NotAvailable
 from flexsp.testing import run_ranks
 from tests import variants
@@ -104,3 +104,15 @@ def test_many_write_at_once(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert path.read_text() == source and [x.name for x in path.parent.iterdir()] == ["a.py"]
+
+
+def test_the_users_folder_with_an_umask_of_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made so that no others may write to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        folder = _users_folder()
+        write_code(folder / "a.py", "x = 1\n")
+    finally:
+        os.umask(before)
+    assert folder.is_relative_to(tmp_path) and folder.stat().st_mode & 0o777 == 0o755

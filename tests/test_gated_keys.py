@@ -204,6 +204,24 @@ def test_strong_gates_in_float32(seed: int) -> None:
     run_ranks(in_float32, 1, seed, env=INTERPRETED, timeout=200)
 
 
+def of_first_gates(sp: Any, size: float) -> float:
+    """Gradients of a sequence's first gates, which decay nothing, over those of the others."""
+    from flexsp.ops import chunk_gla
+
+    q, k, v, do = torch.randn(4, 1, 64, 2, 64).bfloat16()
+    g = (-size * torch.rand(1, 64, 2, 64)).requires_grad_()
+    (dg,) = torch.autograd.grad(chunk_gla(q, k, v, g)[0], g, do)
+    return (dg[:, 0].norm() / dg[:, 1:].square().mean(1).sum().sqrt()).item()
+
+
+@pytest.mark.parametrize("size", [0.05, 3.0], ids=["small", "strong"])
+def test_what_pairs_of_tokens_add_to_gates_cancels(size: float) -> None:
+    """The first of a chunk has both ends of all pairs: what is left of numbers of bf16 is what sums of 64 in float32
+    lose."""
+    (found,) = run_ranks(of_first_gates, 1, size, env=INTERPRETED, timeout=200)
+    assert found < 64 * torch.finfo(torch.float32).eps
+
+
 def kinds(model: LinearAttention, dtype: torch.dtype, chunk: int | None = None) -> list[str]:
     code, sizes = model.kernels, {"D": 16, "E": 16}
     plan = choose_tiling(code, sizes, 2, 500, 0, dtype, chunk=chunk)

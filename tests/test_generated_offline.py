@@ -254,7 +254,7 @@ def compile_sums() -> dict[str, list[int]]:
 
     numbers = torch.empty(128 * 128, device="meta")
     tiles = [(64, 0, 0), (256, 0, 0), (16, 32, 0), (16, 32, 1), (16, 64, 0), (16, 128, 0), (32, 32, 1), (64, 64, 0)]
-    kinds = [(*tile, warps) for tile in tiles for warps in (2, 8)]
+    kinds = [*((*tile, warps) for tile in tiles for warps in (2, 8)), (32, 64, 0, 16)]
     launches = [
         (sums_of_products, (numbers,) * 3, {"R": R, "S": S, "AXIS": axis, "OURS": ours, "num_warps": warps})
         for R, S, axis, warps in kinds for ours in (True, False)

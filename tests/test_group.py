@@ -117,6 +117,9 @@ def test_partition_and_shard() -> None:
     assert sp.shard(x).tolist() == [list(range(1, 10))]
     with pytest.raises(ValueError, match=r"x: expected 10 tokens along dim 1 \(set_lengths\), got 9"):
         sp.shard(x[:, 1:])
+    for call in (sp.shard, sp.gather):
+        with pytest.raises(ValueError, match=r"dim: expected a dimension of a tensor of shape \(1, 10\), got 2"):
+            call(x, 2)
     for bad in ([1, 2, 3], [1, 2, 3, -1], [1, 2, 3, 3.5], [1, 2, 3, True], 9):
         with pytest.raises(ValueError, match="lengths: expected 4 integers >= 0"):
             sp.set_lengths(bad)

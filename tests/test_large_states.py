@@ -6,13 +6,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from flexsp.compiler.backend.tile_ops import add_product, product
 from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.harness.generated import MANY_SEGMENTS, Run, answered, check_runs, documents, half, problem_of
+from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick, slow
 
 MATRICES = [name for name, x in variants.VARIANTS.items() if len(x.state) == 2]
@@ -85,3 +91,32 @@ def test_vectors(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", slow(*VECTORS))
 def test_vectors_over_ranks(name: str, folder: str) -> None:
     check_runs(folder, Run(name, T=40, K=300, lengths=(23, 0, 17)))
+
+
+@triton.jit
+def _products(x, a, b, to, DOT: tl.constexpr, APART: tl.constexpr, SUM: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    x, a, b = tl.load(x + at), tl.load(a + at), tl.load(b + at)
+    if SUM:
+        x = add_product(x, a, b, 16, DOT, "ieee", APART)
+    else:
+        x += product(a, b, 16, DOT, "ieee", APART)
+    tl.store(to + at, x)
+
+
+def products(sp: Any) -> float:
+    x, a, b = torch.randn(3, 16, 16)
+    want, worst = x.double() + a.bfloat16().double() @ b.bfloat16().double(), 0.0
+    for apart in (False, True):
+        for of_sum in (False, True):
+            for given in ((a, b), (a.bfloat16(), b), (a, b.bfloat16())):
+                to = torch.full((16, 16), float("nan"))
+                _products[(1,)](x, *given, to, tl.bfloat16, apart, of_sum)
+                worst = max(worst, relative_error(to, want))
+    return worst
+
+
+def test_operands_of_products_are_rounded_alike() -> None:
+    """One in float32 beside one in bfloat16 too, and in the branch that kernels of eight warps take."""
+    (worst,) = run_ranks(products, 1, env=INTERPRETED)
+    assert worst < 1e-6

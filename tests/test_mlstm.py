@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexsp.comm.group import SequenceParallel
+from flexsp.kernels.mlstm import in_pytorch
 from flexsp.nn import MLSTM, SequenceParallelLA
 from flexsp.scan import maxima
 from flexsp.testing.compare import DRAWS, check_op, relative_error
@@ -70,6 +71,15 @@ def test_against_the_token_loop(dtype: torch.dtype, states: int) -> None:
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float64))
 def test_token_by_token(dtype: torch.dtype) -> None:
     check_op(step, oracle, conditioned(draw(2, 21, 2), dtype), dtype=dtype, wide=KEPT_WIDE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_keys_are_not_rounded(dtype: torch.dtype) -> None:
+    """Weighted keys are, once; sums of weights are what outputs are divided by."""
+    k, i = torch.randn(1, 65, 2, 8).to(dtype), torch.randn(1, 65, 2)
+    found, want = (in_pytorch.weighted(k, i, i.double() + 1, of) for of in (dtype, torch.float64))
+    assert relative_error(found[2], want[2]) < torch.finfo(torch.float32).eps
+    assert relative_error(found[0], want[0]) < 1.01 * relative_error(want[0].to(dtype), want[0])
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def rows_apart(sp: SequenceParallel, seed: int, dtype: torch.dtype) -> list[floa
             found += [relative_error(a, b) for a, b in zip((got[0], *grads), (want[0], *exact_grads), strict=True)]
         with torch.no_grad():
             assert all(torch.equal(a, b) for a, b in zip(rows.weighted(k, i, m, dtype), got, strict=True))
-        n, d = normal(B, H, T, N).to(dtype).transpose(1, 2), (2 * normal(B, T, H, 1)).to(dtype)
+        n, d = normal(B, H, T, N).to(dtype).transpose(1, 2), (2 * normal(B, H, T, 1)).to(dtype).transpose(1, 2)
         m = 2 * normal(B, T, H).double()
         for eps in (0.0, 0.25):
             leaves, exact = ([x.detach().to(kind).requires_grad_() for x in (n, d)] for kind in (dtype, torch.float64))

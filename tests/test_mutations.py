@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,17 @@ def test_every_mutation_stands_once_and_has_tests_that_are_there() -> None:
                 tree = ast.parse((ROOT / file).read_text())
                 defined[file] = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
             assert not name or name.partition("[")[0] in defined[file], f"{mutation}: no test {test}"
+
+
+@pytest.mark.slow
+def test_every_parameter_of_listed_tests_is_there() -> None:
+    """Of files that are not skipped here."""
+    listed = {test for mutation in MUTATIONS for test in mutation.tests if test.endswith("]")}
+    files = sorted({test.partition("::")[0] for test in listed})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "", *files]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    some = {test.partition("::")[0] for test in collected}
+    assert not {test for test in listed if test.partition("::")[0] in some}.difference(collected)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,15 @@ def test_changes_of_each_kind(tmp_path: Path) -> None:
 def test_of_gluon_kernels_only_barriers_are_changed(tmp_path: Path) -> None:
     file = _written(tmp_path, CODE.replace("@gluon_or_not(3)", "@gluon.jit"))
     assert [x.what.split(": ")[1] for x in mutants_of(file, tmp_path)] == ["barrier"]
+
+
+def test_barriers_that_triton_puts_itself_are_left_out() -> None:
+    in_walks, in_inverses = (
+        {x.what.partition(": barrier: ")[2] for x in mutants_of(f"flexsp/kernels/delta/hopper_{name}.py")}
+        for name in ("walks", "wy_transform")
+    )
+    barrier = "`gl.thread_barrier()` becomes `pass`"
+    assert barrier in in_walks and in_inverses and barrier not in in_inverses
 
 
 def test_a_line_that_stands_twice_is_changed_once(tmp_path: Path) -> None:

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from flexsp.comm import signature, watchdog
+from flexsp.scan import neighbours
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import KINDS, ScanCall, fill_slots_with_nan, random_calls, scan_error, scan_oracle
 from tests.harness.interpreted import INTERPRETED
@@ -99,6 +103,32 @@ def test_slow_receiver_is_not_overrun(reverse: bool, seed: int) -> None:
         chain_errors, 2, calls, seed, 0 if reverse else 1, transport="posix", heap_mib=1, env=INTERPRETED, fresh_sp=True
     )
     assert max(map(max, errors)) < 1e-5, errors
+
+
+@triton.jit
+def _verdicts(seen, to, epoch, low, late, EXACT: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 8)
+    tl.store(to + i, neighbours._verdict(tl.load(seen + i), epoch, low, late, EXACT))
+
+
+def verdicts(sp: Any, epochs: list[int], words: list[int]) -> list[list[int]]:
+    """On flags where epoch 5 and word 77 are due; of a kernel that takes later epochs for failures, and of another."""
+    seen, found = torch.tensor(epochs) << 32 | torch.tensor(words), []
+    for exact in (True, False):
+        to = torch.full((8,), -1, dtype=torch.int32)
+        _verdicts[(1,)](seen, to, 5, 77, watchdog.TIMEOUT_READY, exact)
+        found.append(to.tolist())
+    return found
+
+
+def test_what_flags_say() -> None:
+    """A tile of a later epoch is another one, though the same was due; credit for a later one is credit."""
+    poisons = [77 | signature.POISON, signature.POISON | signature.MISMATCH_BIT]
+    epochs, words = [5, 4, 4, 5, 6, 6, 5, 6], [77, 77, 78, 78, 77, 78, *poisons]
+    (found,) = run_ranks(verdicts, 1, epochs, words, env=INTERPRETED)
+    late, other, poison = watchdog.TIMEOUT_READY, watchdog.MISMATCH, watchdog.POISON_TIMEOUT
+    for later, answers in zip((other, 0), found, strict=True):
+        assert answers == [0, late, late, other, later, other, poison, poison + 1]
 
 
 @pytest.mark.parametrize("schedule", ["chain", "serial", "pipelined", "all_gather"])

@@ -77,6 +77,17 @@ def test_the_same_for_all_tokens(dtype: torch.dtype, names: tuple[str, ...]) -> 
     assert not y[:, 15:].any() and torch.autograd.grad(y.sum(), inputs["B"])[0].isfinite().all()
 
 
+def test_the_same_for_all_tokens_beside_steps_of_half_precision() -> None:
+    """Their gradients are rounded once."""
+    inputs, halves = constant(draw(2, 9, 2), "B"), ("u", "delta", "B", "C", "z")
+    given = {key: x.to(torch.bfloat16 if key in halves else torch.float32) for key, x in inputs.items()}
+    found = []
+    for delta in (given["delta"], given["delta"].float()):
+        y, state = scan(**given | {"delta": delta.requires_grad_()}, **HOW, output_final_state=True)
+        found.append([y, state, *(x.bfloat16() for x in torch.autograd.grad(y.float().square().sum(), delta))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_the_same_for_all_tokens_beside_groups() -> None:
     inputs = draw(2, 9, 2, 6, 4)
     grouped = torch.randn(2, 9, 3, 4, dtype=torch.float64)

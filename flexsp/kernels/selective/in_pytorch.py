@@ -97,7 +97,7 @@ class _Step:
 
 def steps(delta: torch.Tensor, bias: Optional, softplus: bool, dtype: torch.dtype) -> torch.Tensor:
     """dt in this dtype."""
-    dt = delta.to(dtype) if bias is None else delta.to(dtype) + bias.to(dtype)
+    dt = delta.to(dtype) if bias is None else delta.to(dtype) + bias  # which is not wider
     return F.softplus(dt) if softplus else dt
 
 

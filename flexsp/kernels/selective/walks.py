@@ -259,7 +259,7 @@ def summarize_kernel(
     to = state_at(decay + (b * n_seg + seg) * D * N, d, N, BN)
     tl.store(to, total[:, None] * rates, mask=inside)
     if PACKED:
-        tl.store(cut + b * n_seg + seg, cuts, mask=tl.program_id(0) == 0)
+        tl.store(cut + seg, cuts, mask=tl.program_id(0) == 0)  # of packed documents there is one sequence
 
 
 @triton.jit

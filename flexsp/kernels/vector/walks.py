@@ -78,7 +78,7 @@ def summarize_kernel(
         tl.store(to - D, tl.zeros([BD], tl.float32), mask=valid & (seg == 0))
     tl.store(decay + (b * n_seg + seg) * D + d, total, mask=valid)
     if PACKED:
-        tl.store(cut + b * n_seg + seg, cuts, mask=tl.program_id(0) == 0)
+        tl.store(cut + seg, cuts, mask=tl.program_id(0) == 0)  # of packed documents there is one sequence
 
 
 @triton.jit

@@ -7,61 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from flexsp import ops
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.large_values import OPS, Tensors, inputs, solve
 from tests.marks import quick
 
 SIZES = 19, 2, 16, 270  # T, H, K, V
-Tensors = dict[str, torch.Tensor]
-
-
-def inputs(name: str, seed: int, T: int, H: int, K: int, V: int) -> Tensors:
-    made = torch.Generator().manual_seed(seed)
-    keys = 1, T, H, K
-    shapes = {"q": keys, "k": keys, "v": (1, T, H, V), "g": keys, "h": (1, T, H), "initial_state": (1, H, K, V)}
-    x = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
-    x["k"] = F.normalize(x["k"], dim=-1)
-    gates, strong = F.logsigmoid(x.pop("g")), x.pop("h").sigmoid()
-    if name in ("gla", "kda"):
-        x["g"] = gates
-    if name in ("simple_gla", "gated"):
-        x["g"] = gates[..., 0]
-    if name in ("delta", "gated", "kda"):
-        x["beta"] = strong
-    if name == "mamba2":
-        x = {
-            "x": x["v"], "dt": strong, "A": -torch.ones(H, dtype=torch.float64), "B": x["k"][:, :, :1],
-            "C": x["q"][:, :, :1], "D": torch.ones(H, dtype=torch.float64), "initial_state": x["initial_state"],
-        }  # fmt: skip
-    if name == "rwkv6":
-        x["r"], x["w"], x["u"] = x.pop("q"), gates, x["initial_state"][0, :, :, 0].clone()
-    return x
-
-
-OPS: dict[str, Any] = {
-    "simple_gla": ops.chunk_simple_gla, "mamba2": lambda **x: ops.mamba2_ssd(**x, state_v_first=False),
-    "gla": ops.chunk_gla, "delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
-    "rwkv6": ops.chunk_rwkv6, "linear": lambda **x: ops.chunk_linear_attn(**x, normalize=False),
-}  # fmt: skip
-
-
-def solve(name: str, given: Tensors, dtype: torch.dtype) -> Tensors:
-    leaves = {
-        key: x.to(torch.promote_types(dtype, torch.float32) if key == "initial_state" else dtype).requires_grad_()
-        for key, x in given.items()
-    }  # fmt: skip
-    o, final = OPS[name](**leaves, output_final_state=True)
-    made = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=made, dtype=torch.float64).to(x.device) for x in (o, final)]
-    loss = sum((x.double() * w).sum() for x, w in zip((o, final), weights, strict=True))
-    return {"o": o.detach(), "final": final.detach(), **{
-        f"d{key}": x for key, x in zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True)
-    }}  # fmt: skip
 
 
 def kernels(sp: Any, name: str, given: Tensors) -> Tensors:

@@ -15,7 +15,6 @@ ASSEMBLY = [
         ("self.done += self.product_groups.pop(0)", "self.product_groups.pop(0)", "waits are barriers", _RACES),
         ('+= "proxy" in parts', "+= 1", "all fences are those of proxies", _RACES),
         ("for x in ways[1:] if", "for x in ways[2:] if", "one way of a branch is followed", _RACES),
-        ("(32 if ptx.threads > 32 else 1)", "32", "threads of a block of one warp wait for nobody", _RACES),
         ("if not new and excluded:", "if False:", "what is done every so many turns is not seen", _RACES),
         ("        self.copying[at] = True\n", "", "copies under way are not seen", _RACES),
         ("and last >= x.at.min() and", "and last < x.at.min() and", "no store meets a product", _RACES),

@@ -373,7 +373,7 @@ def test_initialisation() -> None:
         (lambda: DeltaNet(32, 2, expand_v=0.3), r"expand_v: expected .*, got 32 \* 0\.3 / 2 = 4\.8"),
         (lambda: DeltaNet(32, 2, qk_activation="tanh"), r'qk_activation: expected "silu" or "relu" or'),
         (lambda: DeltaNet(32, 2, qk_norm="l1"), r'qk_norm: expected "l2" or "sum", got \'l1\''),
-        (lambda: GatedDeltaNet(32, 2, 256), r"expand_v: expected .* of 1\.\.256, an integer, got 256 \* 2\.0"),
+        (lambda: GatedDeltaNet(32, 2, 256, expand_v=3), r"expand_v: expected .* of 1\.\.512, an integer, got 256 \* 3"),
         (lambda: GatedDeltaNet(32, 2, 300), r"head_dim: expected 1\.\.256, an integer, got 300"),
         (lambda: GatedDeltaNet(32, 4, 8, num_v_heads=6), "num_v_heads: expected a multiple of num_heads=4, got 6"),
         (lambda: GatedDeltaNet(32, 4, 8, num_v_heads=2), "num_v_heads: expected a multiple of num_heads=4, got 2"),

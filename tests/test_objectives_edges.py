@@ -330,7 +330,7 @@ def test_errors_of_components(make: Callable[[], Any], message: str) -> None:
         ("spectral", {"psi": torch.ones(1, 5, H, 2).double()}, r"psi: expected shape \[B, T, H, V/2\] = \[1, 5, 2"),
         ("spectral", {"v": torch.ones(1, 5, H, 3).double()}, "v: expected an even last dimension"),
         ("read", {"initial_state": torch.ones(1, H, K, V).double()}, r"K \+ rows, V \+ columns\] = \[1, 2, 4, 7\]"),
-        ("read", {"v": torch.ones(1, 5, H, 257).double()}, "v: expected a last dimension of 1..256, got 257"),
+        ("read", {"v": torch.ones(1, 5, H, 513).double()}, "v: expected a last dimension of 1..512, got 513"),
         ("difference", {"decay": torch.ones(1, 5, H).double()}, "decay: expected natural-log gates <= 0"),
     ],
 )  # fmt: skip

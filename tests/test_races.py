@@ -62,15 +62,6 @@ def test_barriers(lines: str, other: int, want: list[str]) -> None:
     assert found(lines, other) == want
 
 
-@pytest.mark.parametrize(("barrier", "want"), [("", ["reads what another warp writes"]), ("bar.sync 0;", [])])
-def test_threads_of_one_warp(barrier: str, want: list[str]) -> None:
-    """Of the next thread but one; where there are more warps, it goes with this one."""
-    lines = f"st.shared.b32 [%r2], %r1; {barrier} ld.shared.b32 %r4, [%r3];"
-    assert found(lines, other=8, threads=32) == want and found(lines, other=8, threads=64) == []
-    lines = f"{COPY} {ARRIVED} {barrier} ld.shared.b32 %r4, [%r3];"
-    assert found(lines, other=8, threads=32) == want
-
-
 @pytest.mark.parametrize(
     ("lines", "want"),
     [

@@ -225,7 +225,7 @@ def test_initialisation() -> None:
         (lambda: RWKV7(32, None), "num_heads: expected a number of heads with head_dim=None, got None"),
         (lambda: RWKV7(32, None, 5), "num_heads: expected a divisor of hidden_size=32"),
         (lambda: RWKV7(32, 8, 5), "num_heads: expected None with head_dim, or hidden_size / head_dim = 4, got 5"),
-        (lambda: RWKV7(32, 8, value_dim=30), "value_dim: expected H . V for 4 heads and V of 1..256, got 30"),
+        (lambda: RWKV7(32, 8, value_dim=30), "value_dim: expected H . V for 4 heads and V of 1..512, got 30"),
         (lambda: RWKV7(32, 8, layer_idx=3, num_hidden_layers=3), "layer_idx: expected a number below num_hidden_layer"),
         (lambda: RWKV7(8, 4)(torch.rand(1, 3, 8), v_first=torch.rand(1, 3, 8)), "v_first: expected None in the first"),
         (lambda: RWKV7(8, 4, layer_idx=1)(torch.rand(1, 3, 8)), "v_first: expected the first layer's values"),

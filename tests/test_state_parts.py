@@ -171,21 +171,21 @@ def test_a_number_that_reads_the_state() -> None:
 
 
 def test_parts_too_large() -> None:
-    def told(name: str, K: int, V: int, ranks: bool) -> str | None:
+    def told(name: str, K: int, V: int) -> str | None:
         sizes, meta = {"K": K, "V": V}, kernels[name].program.meta
-        return refusal(kernels[name], sizes, meta.looks(sizes, 1), False, ranks)
+        return refusal(kernels[name], sizes, meta.looks(sizes, 1), False)
 
     kernels = {name: CustomTransition(CLASSES[name]).program(2, 64, 64, 1.0, "g", False).kernels
                for name in ("momentum", "normalised")}  # fmt: skip
-    assert told("normalised", 128, 128, True) is None and told("momentum", 128, 128, False) is None
-    assert told("momentum", 64, 64, True) is None
-    assert told("normalised", 128, 256, True) is None and told("momentum", 128, 256, True) is None
+    assert told("normalised", 128, 128) is None and told("momentum", 128, 128) is None
+    assert told("momentum", 64, 64) is None
+    assert told("normalised", 128, 256) is None and told("momentum", 128, 256) is None
     reason = (
         r"kernel `summarize` would hold \[K, V\] of 256 x 256 at once, since `summarize_backward` sums over V, "
         r"at .*smaller"
     )
-    assert re.fullmatch(reason, str(told("normalised", 256, 256, False)))
-    assert "matrix of 258 x 256; kernels scan 1..256 rows and 1..512 columns" in str(told("momentum", 129, 256, False))
+    assert re.fullmatch(reason, str(told("normalised", 256, 256)))
+    assert "matrix of 258 x 256; kernels scan 1..256 rows and 1..512 columns" in str(told("momentum", 129, 256))
 
 
 def test_a_merge_that_is_not_linear_in_the_state(tmp_path: Path, seed: int) -> None:

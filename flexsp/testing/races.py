@@ -4,8 +4,7 @@ The addresses of all accesses are worked out for every thread of a block. Two ac
 byte, one of which writes, need a barrier between them. Matrix products read shared memory until a wait says that they
 are done; the barrier has to come after it, and what they read has to be fenced after it was written. Copies from global
 memory write until a wait says so. Within a warp, the order is that of the instructions; barriers of a warp are not
-looked at. Nor is a store by which several warps write what they all hold to one place, as Triton lets them. In a block
-of one warp all barriers are of its threads, which need not go together: each of them is taken for a warp.
+looked at. Nor is a store by which several warps write what they all hold to one place, as Triton lets them.
 
 Branches whose conditions are not known are followed both ways, loops a few times around, but not in all combinations;
 in the end also what a condition that is known kept from being reached.
@@ -189,7 +188,7 @@ class _Path:
 
 class _Search:
     def __init__(self, ptx: Ptx) -> None:
-        self.ptx, self.warps = ptx, np.arange(ptx.threads) // (32 if ptx.threads > 32 else 1)
+        self.ptx, self.warps = ptx, np.arange(ptx.threads) // 32
         self.found: dict[str, None] = {}
         self.accesses = self.unseen = 0
 
@@ -383,5 +382,5 @@ def _matrix_at(descriptor: int, rows: int, depth: int, size: int, across: bool) 
 
 
 def races(ptx: str) -> Races:
-    """Of a kernel's PTX as Triton writes it."""
+    """Of a kernel's PTX as Triton writes it, with one warp group or more."""
     return _Search(Ptx.of(ptx)).run()

@@ -73,6 +73,42 @@ def test_steps_of_zero() -> None:
     check(given, ("x", "dt", "A", "B", "C", "D"))
 
 
+def of_groups(sp: Any, seed: int) -> list[float]:
+    """Of B and C that are parts of wider tensors, so that calls differ in nothing but the number of groups."""
+    made, found = torch.Generator().manual_seed(seed), []
+    wide = [torch.randn(B, T, H, N, generator=made, dtype=torch.float64) for _ in "BC"]
+    given = inputs(seed)
+    for groups in (1, 2, 4, 1):
+        given |= {name: x[:, :, :groups] for name, x in zip("BC", wide, strict=True)}
+        right = solve(oracle, given, ("B", "C", "x"), torch.float64)
+        given |= {name: x.float()[:, :, :groups] for name, x in zip("BC", wide, strict=True)}
+        with poisoned(2, B * H):
+            got = solve(mamba2_ssd, given, ("B", "C", "x"), torch.float32)
+        found.append(max(float(relative_error(got[name], right[name])) for name in right))
+    return found
+
+
+def test_calls_that_differ_in_groups_alone() -> None:
+    (errors,) = run_ranks(of_groups, 1, random.randrange(2**31), env=INTERPRETED)
+    assert max(errors) < 1e-5, errors
+
+
+def test_gates_that_are_clamped() -> None:
+    """Gates below -104 have no gradient, in bfloat16 too, whatever is left of those of others."""
+    given = inputs(random.randrange(2**31), "dt_bias", "dt_softplus")
+    given |= {"dt": torch.full((B, T, H), 1e4, dtype=torch.float64), "A": -torch.ones(H, dtype=torch.float64)}
+    (found,) = run_ranks(gradient_of_A, 1, given, env=INTERPRETED)
+    assert found == [0.0] * H
+
+
+def gradient_of_A(sp: Any, given: dict[str, Any]) -> list[float]:
+    exact = {name: x.float() for name, x in given.items() if name in ("dt", "A", "D")}
+    half = {name: x.bfloat16() for name, x in given.items() if name not in exact}
+    A = exact["A"].requires_grad_()
+    mamba2_ssd(**half, **exact)[0].float().sum().backward()
+    return A.grad.tolist()
+
+
 def test_weights_of_channels() -> None:
     """D [H, P] is added outside of the kernels."""
     given = inputs(random.randrange(2**31))

@@ -128,7 +128,7 @@ class Engine(ABC):
         tiling, group = self.tiling(asked), asked.group
         dq_first = last_in_backward_chain(group)
         looks = [
-            None if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0)
+            None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
             for x in (*asked.tensors, asked.initial)
         ]
         # A tiling's id stands for it, since its hash costs host time. The executable keeps its tiling alive, so that no

@@ -81,7 +81,8 @@ def step_grads_kernel(
         chunk = row.to(tl.int64) * n_chunks + c
         if STEPS:
             step, slope = _step(dt + start * dt_st, bias, h, i, length, dt_st, BIAS, SOFTPLUS)
-            of_gate = tl.load(dg + row.to(tl.int64) * T + start + i, mask=valid, other=0.0)
+            open_ = valid & ~(step * slow < GATE_MIN)  # a gate that is clamped has no gradient
+            of_gate = tl.load(dg + row.to(tl.int64) * T + start + i, mask=open_, other=0.0)
             written = tl.zeros([C], tl.float32)
             for n in tl.static_range(PARTS):
                 written += tl.load(of_keys + (chunk * PARTS + n) * C + i, mask=valid, other=0.0)

@@ -334,8 +334,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/engine.py",
-        ("(x.dtype, x.stride(), x", "(x.dtype, x", "a kept call forgets strides", "tests/test_kept_calls.py"),
-        ("(x.dtype, x.stride(), x", "(x.stride(), x", "a kept call forgets types", "tests/test_kept_calls.py"),
+        ("(x.dtype, x.shape, x.stride(), x", "(x.dtype, x.shape, x", "a kept call forgets strides", "tests/test_kept_calls.py"),
+        ("(x.dtype, x.shape, x.stride(), x", "(x.shape, x.stride(), x", "a kept call forgets types", "tests/test_kept_calls.py"),
         ("x.data_ptr() % 16 == 0)", "True)", "a kept call forgets alignment", "tests/test_kept_calls.py"),
         ("asked.scale, asked.want_final,", "asked.scale,", "a kept call forgets final states", "tests/test_kept_calls.py"),
         ("asked.scale, asked.want_final,", "asked.want_final,", "a kept call forgets the scale",

@@ -33,11 +33,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
     "bf16 128, one column": {"dtype": "bfloat16", "K": 128, "V": 1, "values": "float32"},
     "bf16 128 and 64": {"dtype": "bfloat16", "K": 128, "V": 64},
+    "bf16 Mamba-2": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "groups": 1},
+    "bf16 Mamba-2 256, packed": {"dtype": "bfloat16", "K": 256, "V": 128, "groups": 2, "packed": True},
+    "fp32 Mamba-2": {"dtype": "float32", "K": 128, "V": 64, "groups": 4},
     "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
-QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes"]
+QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes", "bf16 Mamba-2"]
 SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column",
-        "bf16 128 and 64"]
+        "bf16 128 and 64", "bf16 Mamba-2 256, packed", "fp32 Mamba-2"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
 TRAINING = ["bf16 128", *slow("bf16 64")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
@@ -46,36 +49,41 @@ MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release 
 _SIZES = ": sizes"
 WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS | {"gate_kernel", "gate_grad_kernel", "tail_kernel"}
+OF_MAMBA2 = {"step_kernel", "step_grads_kernel", "sum_heads_kernel"}
 
 
 def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
-    B: int = 1, T: int = 32768, H: int = 32, values: str | None = None,
+    B: int = 1, T: int = 32768, H: int = 32, values: str | None = None, groups: int = 0,
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
-    `learned`: the gate has a gradient.
+    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops.
     """
     import torch
 
     from flexsp.kernels import executable, operators
     from flexsp.testing.offline import record_launches
-    from tests.harness.executables import scalar_decay_executable
+    from tests.harness.executables import scalar_decay_executable, ssd_executable
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(size, dtype=kind, device="meta")
 
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     kind = getattr(torch, dtype)
-    q, k = (meta(B, T, H, K, kind=kind) for _ in range(2))
+    q, k = (meta(B, T, groups or H, K, kind=kind) for _ in range(2))
     v, do = (meta(B, T, H, V, kind=getattr(torch, values or dtype)) for _ in range(2))
     n_docs = 4 if packed else 0
     state, bounds = meta(n_docs or B, H, K, V).requires_grad_(), meta(n_docs + 1, kind=torch.int64) if packed else None
     table = meta(T // 64 + n_docs if packed else 0, 5, kind=torch.int32)
     operators.chunk_table = lambda *args: table  # type: ignore[assignment]
-    given = {"q": q, "k": k, "v": v} | ({"g": meta(B, T, H).requires_grad_(learned)} if gated else {})
+    given = {"q": q, "k": k, "v": v}
+    if groups:
+        given |= {"dt": meta(B, T, H), **{name: meta(H).requires_grad_() for name in ("A", "dt_bias", "D")}}
+    elif gated:
+        given |= {"g": meta(B, T, H).requires_grad_(learned)}
     with record_launches() as launches:
-        found = scalar_decay_executable(given, state, n_docs, K**-0.5)
+        found = (ssd_executable if groups else scalar_decay_executable)(given, state, n_docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
         torch.autograd.backward([o, final], [do, state.detach()])
     return launches
@@ -113,7 +121,9 @@ def test_shared_memory(name: str) -> None:
     missing = {"gate_kernel"} if "no decay" in name else set()
     missing |= set() if "packed" in name else {"tail_kernel"}
     missing |= {"gate_grad_kernel"} if "decay" in name else set()
-    assert {kernel["name"] for kernel in found} == KERNELS - missing
+    if "Mamba-2" in name:
+        missing |= {"gate_kernel"}
+    assert {kernel["name"] for kernel in found} == KERNELS - missing | (OF_MAMBA2 if "Mamba-2" in name else set())
     assert sum(kernel["name"] == "summarize_kernel" for kernel in found) == 2  # one a direction
     assert all(kernel["shared"] < H200.shared for kernel in found), described(found)
 

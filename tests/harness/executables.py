@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from flexsp.kernels.diagonal.op import Diagonal
+from flexsp.kernels.diagonal.op import Diagonal, Ssd
 from flexsp.kernels.operators import Asked
 
-__all__ = ["scalar_decay_executable"]
+__all__ = ["scalar_decay_executable", "ssd_executable"]
 
 
 def scalar_decay_executable(
@@ -18,3 +18,9 @@ def scalar_decay_executable(
     """Of the kernels for scalar decays: q, k, v and, where the state decays, "g" or "g_gamma"; final states leave."""
     gate = next((name for name in ("g", "g_gamma") if name in given), "")
     return Diagonal(f"{gate}|1|").executable(Asked([*given.values()], initial, None, docs, scale, True, None))
+
+
+def ssd_executable(given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float) -> Any:
+    """Of Mamba-2's kernels: q, k, v, "dt", "A", "dt_bias" and "D"; final states leave."""
+    asked = Asked([*given.values()], initial, None, docs, scale, True, None)
+    return Ssd("softplus,dt_bias,D|").executable(asked)

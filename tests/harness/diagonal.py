@@ -20,18 +20,27 @@ GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 
 @contextmanager
-def one_walk() -> Iterator[None]:
+def one_walk(shared: Any = None) -> Iterator[None]:
+    """One walk for dk and dv; `shared` tiles for gradients where heads share keys, with chunks of 32 tokens."""
     from flexsp.kernels.diagonal import tiles, tiling
     from flexsp.kernels.diagonal.tiles import Tile, Tiles
 
     whole, choose = Tile(64, 16, 8, 1), tiles.choose
-    tiles.choose = lambda *args: Tiles(16, whole, whole, dq=whole, dk=whole, dv=None)
+    found = Tiles(16 if shared is None else 32, whole, whole, dq=whole, dk=whole, dv=None)
+    tiles.choose = lambda *args: replace(found, shared=shared if args[-1] else None)
     tiling.tiling_of.cache_clear()
     try:
         yield
     finally:
         tiles.choose = choose
         tiling.tiling_of.cache_clear()
+
+
+def shared_keys(programs: int, pieces: int) -> Any:
+    """Tiles with several warp groups, whose sums over channels are in parts."""
+    from flexsp.kernels.diagonal.tiles import SharedTiles, Tile
+
+    return SharedTiles(Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 16, 8, 1), programs, pieces)
 
 
 @dataclass(frozen=True)

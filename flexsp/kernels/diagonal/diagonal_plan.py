@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
 from flexsp.kernels import primitives
-from flexsp.kernels.diagonal import grads, output, step_sizes, summarize
+from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize
+from flexsp.kernels.diagonal.shared_plan import SharedGradients
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import NAME, Tiling, decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
@@ -55,7 +57,8 @@ class DiagonalPlan(SegmentedPlan):
     skip: ClassVar[str | None] = None  # the input of weights of v in the outputs
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-        grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel, shared_grads.chunk_states_kernel,
+        shared_grads.shared_values_kernel, shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -82,7 +85,14 @@ class DiagonalPlan(SegmentedPlan):
         tokens = self.token_buffers({"q": of_keys, "k": of_keys, "v": of_values}, of_values)
         of_gates = [] if self.gate is None else self.of_gates(self.gate)
         by_head = Buffer("@by_head", Role.SCRATCH, self.dtype, (self.B, self.T, self.H, self.tiling.K))
-        return [*self.states_of_segments(), *tokens, *of_gates, by_head]
+        shared = [] if self.shared is None else self.shared.buffers()
+        return [*self.states_of_segments(), *tokens, *of_gates, by_head, *shared]
+
+    @cached_property
+    def shared(self) -> SharedGradients | None:
+        """The gradients, where heads share keys and there are kernels for that."""
+        tiles = self.tiling.tiles.shared
+        return None if tiles is None else SharedGradients(self, tiles)
 
     @property
     def group(self) -> int:
@@ -142,9 +152,13 @@ class DiagonalPlan(SegmentedPlan):
         return [self._summarize("q", "do", "@dstates", last, reverse=True, zero=zero)]
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
+        if self.shared is not None:
+            return [self.shared.entering()]
         return self._dq(last, wanted) if self.dq_first else []
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
+        if self.shared is not None:
+            return [*self.shared.gradients(last, to, wanted), *self.gate_gradients(last, wanted)]
         tiles = self.tiling.tiles
         dq = [] if self.dq_first else self._dq(last, wanted)
         if tiles.dv is None:
@@ -163,6 +177,10 @@ class DiagonalPlan(SegmentedPlan):
         """Whether gradients of the gates are needed."""
         return self.gate in wanted
 
+    def of_sums(self, wanted: Collection[str]) -> bool:
+        """Whether gradients are needed that are made of what tokens leave to them."""
+        return self.of_gate(wanted)
+
     def _by_head(self, gradient: str) -> str:
         """Where walks leave the gradient of q or k: a row a head."""
         return gradient if self.group == 1 or gradient == "d_v" else "@by_head"
@@ -171,23 +189,27 @@ class DiagonalPlan(SegmentedPlan):
         """What heads of a group left. Both gradients lie in the same place until then, one after the other."""
         if self.group == 1:
             return []
+        return [self.sum_rows("@by_head", gradient, self.H, self.group)]
+
+    def sum_rows(self, x: str, to: str, H: int, group: int) -> LaunchSpec:
+        """Sums over every `group` of H rows that a token has in x."""
         rows, width = self.B * self.T, self.tiling.K
         block = max(16, 1 << (width - 1).bit_length())
         take = max(1, 2048 // block)
-        return [self.small(
-            "sum_heads_kernel", (_count(rows, take), self.H // self.group, 1), ["@by_head", gradient], [gradient],
-            (rows, self.H), N=width, BN=block, GROUP=self.group, ROWS=take,
-        )]  # fmt: skip
+        return self.small(
+            "sum_heads_kernel", (_count(rows, take), H // group, 1), [x, to], [to], (rows, H), N=width, BN=block,
+            GROUP=group, ROWS=take,
+        )  # fmt: skip
 
     def sums(self, wanted: Collection[str]) -> list[str]:
         return [gradient_of(self.gate)] if self.gate is not None and self.gate in wanted else []
 
     @property
-    def _gates(self) -> str | None:
+    def gates(self) -> str | None:
         return None if self.gate is None else "@gates"
 
     @property
-    def _gate_strides(self) -> tuple[int, int]:
+    def gate_strides(self) -> tuple[int, int]:
         return (0, 0) if self.gate is None else (self.H * self._row, self._row)
 
     def _row_of(self, name: str) -> int:
@@ -195,7 +217,7 @@ class DiagonalPlan(SegmentedPlan):
         _, _, H, N = self.buffers[name].shape
         return H * N
 
-    def _strides(self, *outputs: str) -> tuple[int, ...]:
+    def strides(self, *outputs: str) -> tuple[int, ...]:
         """Of contiguous outputs."""
         rows = [(self._row_of(name), self.buffers[name].shape[-1]) for name in outputs]
         return tuple([n for row, width in rows for n in (self.T * row, row, width)])
@@ -203,7 +225,11 @@ class DiagonalPlan(SegmentedPlan):
     def _alike(self, inputs: Sequence[str], *outputs: str) -> SameTokenStride:
         return SameTokenStride(tuple(inputs), tuple(map(self._row_of, outputs)))
 
-    def _walk(
+    @property
+    def dots(self) -> dict[str, Any]:
+        return dots(self.dtype)
+
+    def walk(
         self, kind: str, tile: Tile, programs: int, pointers: Sequence[str | None], writes: Sequence[str],
         numbers: Sequence[int | str], reads: Sequence[str] | None = None, **constants: Any,
     ) -> LaunchSpec:  # fmt: skip
@@ -214,7 +240,7 @@ class DiagonalPlan(SegmentedPlan):
         cut = (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale)
         return self.launch(
             kind, Launch(tile.bv, tile.warps, tile.stages), (programs, p.B * p.H, p.n_seg), pointers, writes,
-            (*numbers, *cut), constants | dots(self.dtype), reads=reads,
+            (*numbers, *cut), constants | self.dots, reads=reads,
         )  # fmt: skip
 
     def gate_sums(self, gate: str) -> LaunchSpec:
@@ -236,19 +262,19 @@ class DiagonalPlan(SegmentedPlan):
 
     def _summarize(self, x: str, y: str, states: str, boundary: str | None, *, reverse: bool, zero: bool) -> LaunchSpec:
         tile, p, writing = self.tiling.tiles.summarize, self.tiling, None if reverse else self.writing
-        return self._walk(
+        return self.walk(
             "summarize_kernel", tile, _count(p.K, tile.bk) * _count(p.V, tile.bv),
-            [x, y, self._gates, writing, states, self.carried, self.cut, boundary],
-            named(states, self.carried, self.cut), [x, y, *self._gate_strides], REVERSE=reverse,
+            [x, y, self.gates, writing, states, self.carried, self.cut, boundary],
+            named(states, self.carried, self.cut), [x, y, *self.gate_strides], REVERSE=reverse,
             BOUNDARY=boundary is not None, ZERO=zero, STEPS=writing is not None, X_GROUP=self.group,
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
         tile, p = self.tiling.tiles.output, self.tiling
-        return [self._walk(
+        return [self.walk(
             "output_kernel", tile, _count(p.V, tile.bv),
-            ["q", "k", "v", self._gates, self.writing, self.skip, "o", "@states", initial, final], named("o", final),
-            ["q", "k", "v", *self._gate_strides, *self._strides("o")],
+            ["q", "k", "v", self.gates, self.writing, self.skip, "o", "@states", initial, final], named("o", final),
+            ["q", "k", "v", *self.gate_strides, *self.strides("o")],
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "o"),
             STEPS=self.writing is not None, SKIP=self.skip is not None, GROUP=self.group,
         )]  # fmt: skip
@@ -260,10 +286,10 @@ class DiagonalPlan(SegmentedPlan):
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
         ends = None if last is None else "@ends"
-        dq = self._walk(
+        dq = self.walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "do", self._gates, self.writing, to, reads, sums, ends, "@states", initial, last],
-            named(to, reads, sums, ends), ["q", "k", "v", "do", *self._gate_strides, *self._strides(to)],
+            ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, ends, "@states", initial, last],
+            named(to, reads, sums, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None, GROUP=self.group,
         )  # fmt: skip
@@ -279,13 +305,13 @@ class DiagonalPlan(SegmentedPlan):
         dskip = "@of_skip" if with_dv and self.skip is not None and self.skip in wanted else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
-        return self._walk(
+        return self.walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
-            ["q", "k", "v", "do", self._gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
+            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
              "@dstates", last, to_initial],
             named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
-            ["q", "k", "v", "do", *self._gate_strides, *self._strides(to, "d_v")],
-            named("q", "k", "v", "do", self._gates, self.writing, self.skip, "@dstates", "@states" if dgate else None,
+            ["q", "k", "v", "do", *self.gate_strides, *self.strides(to, "d_v")],
+            named("q", "k", "v", "do", self.gates, self.writing, self.skip, "@dstates", "@states" if dgate else None,
                   last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
@@ -293,6 +319,8 @@ class DiagonalPlan(SegmentedPlan):
         )  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:
+        if self.shared is not None:
+            return self.shared.gate_grad(to, steps=False, skip=False)
         p, dq, dk = self.tiling, self.tiling.tiles.dq, self.tiling.tiles.dk
         # Noise: products of fp32 states, or of tf32x3, are good to about 2^-18; true values of that size hardly survive
         # a decay of DROP.
@@ -305,7 +333,7 @@ class DiagonalPlan(SegmentedPlan):
         }  # fmt: skip
         read_sums, write_sums = ("@read_sums", "@write_sums") if self._exact else (None, None)
         reads = ["@pairs", "@reads", read_sums, "@writes", write_sums, "@edges", "@edges" if last is None else "@ends"]
-        numbers = (*self._gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
+        numbers = (*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         return self.small(
             "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], [to], numbers, **constants
         )

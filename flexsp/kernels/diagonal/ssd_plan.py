@@ -88,6 +88,9 @@ class SsdPlan(DiagonalPlan):
     def of_gate(self, wanted: Collection[str]) -> bool:
         return any(name in wanted for name in ("dt", "A", "dt_bias"))
 
+    def of_sums(self, wanted: Collection[str]) -> bool:
+        return self.of_gate(wanted) or "D" in wanted
+
     def sums(self, wanted: Collection[str]) -> list[str]:
         of_steps, of_skip = self.of_gate(wanted), "D" in wanted
         return [gradient_of(x) for x in self.params if (of_skip if x == "D" else of_steps)]
@@ -104,8 +107,14 @@ class SsdPlan(DiagonalPlan):
         p, of_steps, of_skip = self.tiling, self.of_gate(wanted), "D" in wanted
         if not (of_steps or of_skip):
             return []
-        gates = [self.gate_grad("@dgates", last)] if of_steps else []
-        of_keys = "@writes" if self._exact else "@of_steps"
+        if self.shared is not None:
+            gates = [self.shared.gate_grad("@dgates", steps=of_steps, skip=of_skip)]
+        else:
+            gates = [self.gate_grad("@dgates", last)] if of_steps else []
+        of_keys = "@writes" if self._exact or self.shared is not None else "@of_steps"
+        parts, skip_parts = self._dk_tiles * p.tiles.dk.parts, self._dv_tiles * self._dv.parts
+        if self.shared is not None:
+            parts = skip_parts = 1
         made = ["d_dt", *self.sums(wanted)] if of_steps else self.sums(wanted)
         pointers = [
             "@dgates" if of_steps else None, of_keys if of_steps else None, "@of_skip" if of_skip else None, "dt", "A",
@@ -114,7 +123,6 @@ class SsdPlan(DiagonalPlan):
         ]  # fmt: skip
         of_step = self.small(
             "step_grads_kernel", (self._programs, p.B * p.H, 1), pointers, made, ("dt", p.T, p.H, p.n_chunks),
-            **self._how, PARTS=self._dk_tiles * p.tiles.dk.parts, SKIP_PARTS=self._dv_tiles * self._dv.parts,
-            PER=_CHUNKS, STEPS=of_steps, SKIP=of_skip,
+            **self._how, PARTS=parts, SKIP_PARTS=skip_parts, PER=_CHUNKS, STEPS=of_steps, SKIP=of_skip,
         )  # fmt: skip
         return [*gates, of_step]

@@ -15,10 +15,14 @@ import torch
 
 from flexsp.devices import H200, Device
 
-__all__ = ["MOST_CHUNKS", "Tile", "Tiles", "all_configs", "choose", "segment_length"]
+__all__ = ["MOST_CHUNKS", "SharedTiles", "Tile", "Tiles", "all_configs", "choose", "segment_length"]
 
 MOST_CHUNKS = 128
 """Of a segment: `summarize_kernel` looks at the decays of all of them at once."""
+
+
+FEW = 2**28
+"""Bytes of states that are all kept at once: gradients of shared keys take those of a piece of the tokens each."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,26 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class SharedTiles:
+    """Tiles of gradients where heads share keys, which go over heads: of the walks over states, of values, and of keys.
+
+    Attributes:
+        programs: that there should be at least; heads of a group go to as many blocks.
+        pieces: of the tokens, for whose states there is memory.
+    """
+
+    states: Tile
+    values: Tile
+    keys: Tile
+    programs: int
+    pieces: int
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Choices for one (dtype class, K, V): `chunk` tokens a step, one tile a kernel.
 
-    Where `dv` is None, the walk of dk holds all of dS and gives dv too.
+    Where `dv` is None, the walk of dk holds all of dS and gives dv too. Where there is `shared`, gradients do not walk.
     """
 
     chunk: int
@@ -49,6 +69,7 @@ class Tiles:
     dq: Tile
     dk: Tile
     dv: Tile | None
+    shared: SharedTiles | None = None
 
 
 def _block(n: int, smallest: int) -> int:
@@ -56,8 +77,10 @@ def _block(n: int, smallest: int) -> int:
     return next(size for size in (smallest, 64, 128, 256) if n <= size)
 
 
-def choose(dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False) -> Tiles:
-    """Tiles for inputs of `dtype` and head sizes K, V in 1..256.
+def choose(
+    dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False, shared: bool = False
+) -> Tiles:
+    """Tiles for inputs of `dtype` and head sizes K, V in 1..256; `shared` where heads share keys.
 
     bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles (tf32, tf32x3), which take twice the shared memory.
     Where documents are packed, each sets the state anew: in tensor memory no release of Triton pipelines that.
@@ -66,6 +89,8 @@ def choose(dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bo
     if dtype != torch.bfloat16:
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
+    if shared and device.wide_products and not device.tensor_memory and 1 < V <= 128:
+        found = _shared_tiles(found, bk, bv, device)
     if V == 1:  # queries and keys in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found
@@ -91,6 +116,13 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
         return Tiles(64, summarize, output, dq=half, dk=half, dv=Tile(bk, wide_v, walk_warps, 2))
     across = Tile(64, bv, 8 if bv > 128 else 4, 2)
     return Tiles(64, summarize, output, dq=across, dk=across, dv=Tile(bk, wide_v, walk_warps, 2))
+
+
+def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device) -> Tiles:
+    """States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v."""
+    states = Tile(min(bk, 64), min(bv, 64), 4, 3)
+    shared = SharedTiles(states, Tile(bk, bv, 8, 3), Tile(64, bv, 4, 3), device.programs, bk // 32)
+    return replace(tiles, shared=shared)
 
 
 def _small_half_tiles(bk: int, bv: int) -> Tiles:
@@ -121,10 +153,20 @@ def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tile
     return list(seen.values())
 
 
-def segment_length(n_chunks: int, heads: int, programs: int) -> int:
-    """Chunks a segment: about `programs` programs a tile over heads (B * H) and segments, at most `MOST_CHUNKS` chunks.
+def segment_length(n_chunks: int, heads: int, programs: int, pieces: int = 1) -> int:
+    """Chunks a segment: about `programs` programs a tile and piece over heads (B * H) and segments, at most
+    `MOST_CHUNKS` chunks.
 
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
     """
-    segments = max(1, min(n_chunks, max(-(-programs // max(heads, 1)), -(-n_chunks // MOST_CHUNKS))))
+    filling = pieces * -(-programs // max(heads, 1))
+    segments = max(1, min(n_chunks, max(filling, -(-n_chunks // MOST_CHUNKS))))
     return max(1, -(-n_chunks // segments))
+
+
+def pieces(tiles: Tiles, n_chunks: int, heads: int, K: int, V: int) -> int:
+    """Pieces of the tokens that gradients of shared keys go through: one if all states at the edges of chunks are few."""
+    if tiles.shared is None:
+        return 1
+    states = 4 * n_chunks * heads * K * V
+    return max(1, min(tiles.shared.pieces, -(-states // FEW)))

@@ -30,6 +30,7 @@ class Tiling:
     n_chunks: int
     per_seg: int
     n_seg: int
+    pieces: int
 
     @property
     def chunk(self) -> int:
@@ -40,18 +41,21 @@ def make_tiling(q: torch.Tensor, v: torch.Tensor, n_docs: int) -> Tiling:
     """Tiling for q [B, T, G, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU."""
     sizes = (*v.shape[:3], q.shape[-1], v.shape[-1], n_docs)
     build = tiling_of if all(type(n) is int for n in sizes) else tiling_of.__wrapped__  # symbolic sizes have no hash
-    return build(q.dtype, *sizes, of_device(q.device))
+    return build(q.dtype, *sizes, of_device(q.device), q.shape[2] != v.shape[2])
 
 
 @functools.lru_cache(maxsize=4096)
-def tiling_of(dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, device: Device) -> Tiling:
-    """As `make_tiling`, of sizes."""
+def tiling_of(
+    dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, device: Device, shared: bool = False
+) -> Tiling:
+    """As `make_tiling`, of sizes; `shared` where heads share keys."""
     check_heads("q", B, H)
-    choice = tiles.choose(dtype, K, V, device, n_docs > 0)
+    choice = tiles.choose(dtype, K, V, device, n_docs > 0, shared)
     n_chunks = -(-T // choice.chunk) + n_docs
-    per_seg = tiles.segment_length(n_chunks, B * H, device.programs)
+    pieces = tiles.pieces(choice, n_chunks, B * H, K, V)
+    per_seg = tiles.segment_length(n_chunks, B * H, device.programs, pieces)
     assert per_seg <= tiles.MOST_CHUNKS, f"{per_seg} chunks a segment: summarize_kernel sees {tiles.MOST_CHUNKS}"
-    return Tiling(B, T, H, K, V, n_docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)))
+    return Tiling(B, T, H, K, V, n_docs, choice, n_chunks, per_seg, max(1, -(-n_chunks // per_seg)), pieces)
 
 
 def decay_dtype(dtype: torch.dtype) -> torch.dtype:

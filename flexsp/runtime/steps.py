@@ -71,9 +71,9 @@ def launches_of(steps: Sequence[Step]) -> list[KernelLaunch]:
 
 def run_steps(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
     """Runs the steps; on CUDA on the device's current stream."""
-    if device.type == "cpu" and not _INTERPRETED:
-        raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
     if device.type != "cuda":
+        if device.type == "cpu" and not _INTERPRETED:
+            raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
         for step in steps:
             step(frame)
         return

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import flexsp
+from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.arguments import signature_of
 from flexsp.kernels import executable as executables
 from flexsp.kernels.diagonal.op import Diagonal
 from flexsp.ops import chunk_simple_gla
-from tests import variants
+from tests import host_time, variants
 from tests.harness.executables import scalar_decay_executable
 
 Tensors = dict[str, torch.Tensor]
@@ -120,3 +125,34 @@ def test_calls_whose_text_leaves_the_scale_out_have_recipes_of_their_own() -> No
     given = {name: x[name] for name in ("q", "k", "v", "g")}
     made = [scalar_decay_executable(given, None, 0, scale) for scale in (0.1, 0.2, 0.1)]
     assert made[0] is made[2] and made[0] is not made[1]
+
+
+# What a call does that was worked out before --------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "chunk_simple_gla": 48, "mamba2_ssd": 49, "chunk_gated_delta_rule": 88, "chunk_hgrn": 50,
+}  # fmt: skip
+"""How many functions of this package a forward call may run, each of which costs the host a part of a microsecond."""
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_calls_worked_out_before_run_few_functions(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    inputs, folder = host_time.inputs_of(op), str(Path(flexsp.__file__).parent)
+    options = {"dt_softplus": True} if op == "mamba2_ssd" else {}
+    run: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
+            run.append(code.co_name)
+
+    for profile in (None, note):
+        sys.setprofile(profile)
+        try:
+            with torch.no_grad():
+                getattr(ops, op)(**inputs, **options)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(run) <= FUNCTIONS[op], f"{len(run)} functions: {run}"

@@ -15,7 +15,7 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.arguments import signature_of
 from flexsp.kernels import executable as executables
-from flexsp.kernels.diagonal.op import Diagonal
+from flexsp.kernels.diagonal.op import Diagonal, Ssd
 from flexsp.ops import chunk_simple_gla
 from tests import host_time, variants
 from tests.harness.executables import scalar_decay_executable
@@ -77,6 +77,51 @@ def test_what_tells_calls_of_the_engine_apart(change: str, monkeypatch: pytest.M
     second, more = CHANGES[change]
     second(drawn())
     assert [b - a for a, b in zip(before, worked_out(), strict=True)] == list(more)
+
+
+def test_the_number_of_documents_tells_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without initial states, whose number would tell them apart too."""
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(Diagonal, "_executables", {})
+    x = {name: y for name, y in drawn().items() if name != "initial_state"}
+    for n, bounds in enumerate([(0, 9, 20), (0, 9, 12, 20), (0, 5, 20)]):
+        call(x, bounds)
+        assert len(Diagonal._executables) == min(n + 1, 2)
+
+
+def drawn_dual(groups: int = 2, *left_out: str) -> Tensors:
+    """Of mamba2_ssd. B and C are parts of wider tensors, so that their strides tell no number of groups."""
+    B, C = (torch.randn(1, 20, 2, 16, dtype=HALF)[:, :, :groups] for _ in "BC")
+    x = {"x": torch.randn(1, 20, 2, 16, dtype=HALF), "dt": torch.rand(1, 20, 2), "A": -torch.rand(2), "B": B, "C": C}
+    x |= {"D": torch.rand(2), "dt_bias": torch.rand(2)}
+    return {name: y for name, y in x.items() if name not in left_out}
+
+
+DUALS: dict[str, tuple[Tensors, dict[str, Any], int]] = {
+    "nothing": (drawn_dual(), {}, 0),
+    "fewer groups": (drawn_dual(1), {}, 1),
+    "softplus": (drawn_dual(), {"dt_softplus": True}, 1),
+    "no skip": (drawn_dual(2, "D"), {}, 1),
+    "no bias": (drawn_dual(2, "dt_bias"), {}, 1),
+    "the type of steps": (drawn_dual() | {"dt": torch.rand(1, 20, 2, dtype=HALF)}, {}, 1),
+}
+"""Of a second call of mamba2_ssd its tensors, its options, and how many calls are worked out for it."""
+
+
+@pytest.mark.parametrize("change", DUALS)
+def test_what_tells_calls_of_the_dual_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(Ssd, "_executables", {})
+    tensors, options, more = DUALS[change]
+    for left_out in ("D", "dt_bias"):  # calls with as many tensors of the same sizes
+        ops.mamba2_ssd(**drawn_dual(2, left_out))
+        assert len(Ssd._executables) == 1 + (left_out == "dt_bias")
+    Ssd._executables.clear()
+    ops.mamba2_ssd(**drawn_dual())
+    ops.mamba2_ssd(**tensors, **options)
+    assert len(Ssd._executables) == 1 + more
 
 
 def test_what_tells_generated_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:

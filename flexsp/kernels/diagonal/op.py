@@ -168,6 +168,7 @@ def ssd(
     """S_t = e^{s_t A} S_{t-1} + s_t k_t v_t^T, o_t = q_t S_t + D v_t with s_t = dt_t + dt_bias or softplus of that, in
     kernels (`asks_for_kernels`), over inputs already validated: q, k [B, T, G, K], v [B, T, H, V], dt [B, T, H], others
     [H]."""
+    # torch.compile warns of functions that keep results.
     text_of = _form_of_ssd.__wrapped__ if torch.compiler.is_compiling() else _form_of_ssd
     form = text_of(op, q.dtype, softplus, dt_bias is not None, D is not None, cu_seqlens is not None)
     params = [x.contiguous() for x in (A, dt_bias, D) if x is not None]

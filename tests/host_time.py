@@ -2,21 +2,25 @@
 
 The time of a call on a GPU is that of its kernels or that of Python, whichever is longer, and short shards are bound by
 Python. Here launches only fill in addresses: tensors are on the CPU, and what is left is the checks, the lookup of what
-is launched, and the memory. Both versions take turns in processes of their own, and the quickest of each counts, in
-time of the processor: what else the machine does makes a call slower, never quicker. Calls over ranks need GPUs:
-`flexsp bench host`.
+is launched, and the memory. Values are not read, as on a GPU. Both versions take turns in processes of their own, and
+the quickest of each counts, in time of the processor: what else the machine does makes a call slower, never quicker.
+Calls over ranks need GPUs: `flexsp bench host`.
+
+mamba2_ssd is called as the layer `Mamba2` of 80 heads calls it. The layer itself is small, since the CPU computes its
+projections; the host's time does not depend on its width.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 T, HEADS, SIZE = 256, 2, 32
 CALLS, BURSTS = 30, 12
 OPS = ("chunk_simple_gla", "mamba2_ssd", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7", "chunk_hgrn")
+LAYER = {"hidden_size": 32, "head_dim": 16, "state_size": 16}
 
 
 def inputs_of(op: str) -> dict[str, Any]:
@@ -38,8 +43,7 @@ def inputs_of(op: str) -> dict[str, Any]:
     heads, rows = (1, T, HEADS), (1, T, HEADS, SIZE)
     q, k, v = (normal(*rows) for _ in range(3))
     if op == "mamba2_ssd":
-        B, C = normal(1, T, 1, SIZE), normal(1, T, 1, SIZE)
-        return {"x": v, "dt": -gates(*heads), "A": -torch.ones(HEADS), "B": B, "C": C}
+        return like_layer(80, 64, 128)
     if op == "chunk_rwkv7":
         unit = torch.nn.functional.normalize(k, dim=-1)
         return {"r": q, "w": -0.5 * torch.rand(rows), "k": unit, "v": v, "a": -unit, "b": unit}
@@ -47,6 +51,18 @@ def inputs_of(op: str) -> dict[str, Any]:
         return {"x": normal(1, T, 64), "g": gates(1, T, 64)}
     found = {"q": q, "k": k, "v": v, "g": gates(*(rows if op == "chunk_gla" else heads))}
     return found | ({"beta": torch.rand(heads)} if "delta" in op else {})
+
+
+def like_layer(heads: int, size: int, state: int) -> dict[str, Any]:
+    """Arguments of mamba2_ssd that lie as those of the layer do: parts of what its projection and its convolution
+    return."""
+    import torch
+
+    x, B, C = torch.randn(1, T, heads * size + 2 * state, dtype=torch.bfloat16).split([heads * size, state, state], -1)
+    dt = torch.randn(1, T, heads + 64, dtype=torch.bfloat16)[..., 64:]
+    B, C = B.unsqueeze(2), C.unsqueeze(2)
+    params = {"A": -torch.ones(heads), "D": torch.ones(heads), "dt_bias": torch.zeros(heads)}
+    return {"x": x.unflatten(-1, (heads, size)), "dt": dt, "B": B, "C": C, **params}
 
 
 def quickest_us(call: Callable[[], object]) -> float:
@@ -60,12 +76,13 @@ def quickest_us(call: Callable[[], object]) -> float:
     return min(found)
 
 
-def measure() -> dict[str, float]:
-    """Microseconds of each op, without gradients and with them. Body of the child process."""
+def launching_nothing() -> None:
+    """From now on launches only fill in addresses, and values are not read, as on a GPU."""
     import torch
 
-    from flexsp import ops
+    from flexsp.exceptions import checks_wanted
     from flexsp.kernels import executable  # noqa: F401  (imported here so that its launches are replaced)
+    from flexsp.ops import _validate
     from flexsp.runtime import steps
     from flexsp.runtime.launch import KernelLaunch
 
@@ -77,26 +94,46 @@ def measure() -> dict[str, float]:
             else:
                 step(frame)
 
-    plain = steps.run_steps
+    def readable(x: torch.Tensor) -> bool:
+        return checks_wanted()
+
+    others = {steps.run_steps: ("run_steps", fill_in), _validate.readable: ("readable", readable)}
     for module in [x for name, x in sys.modules.items() if name.startswith("flexsp")]:
-        if getattr(module, "run_steps", None) is plain:
-            module.run_steps = fill_in
+        for plain, (name, other) in others.items():
+            if getattr(module, name, None) is plain:
+                setattr(module, name, other)
+
+
+def measure() -> dict[str, float]:
+    """Microseconds of each op, without gradients and with them. Body of the child process."""
+    import torch
+
+    from flexsp import nn, ops
+
+    launching_nothing()
     torch.set_num_threads(1)
     found = {}
     for name in OPS:
-        inputs, op = inputs_of(name), getattr(ops, name)
-        leaves = {key: x.requires_grad_() for key, x in inputs.items()}
+        leaves = {key: x.detach().requires_grad_() for key, x in inputs_of(name).items()}
+        options = {"dt_softplus": True} if name == "mamba2_ssd" else {}
+        found |= both_ways(name, functools.partial(getattr(ops, name), **leaves, **options), [*leaves.values()])
+    layer, x = nn.Mamba2(**LAYER), torch.randn(1, 8, LAYER["hidden_size"], requires_grad=True)
+    return found | both_ways("Mamba2", lambda: (layer(x), None), [x, *layer.parameters()])
 
-        def forward(op: Any = op, leaves: Any = leaves) -> object:
-            with torch.no_grad():
-                return op(**leaves)
 
-        def both(op: Any = op, leaves: Any = leaves) -> object:
-            o = op(**leaves)[0]
-            return torch.autograd.grad(o, [*leaves.values()], o.detach())
+def both_ways(name: str, call: Callable[[], tuple[Any, Any]], leaves: Sequence[Any]) -> dict[str, float]:
+    """Microseconds of a call that returns outputs and states: without gradients, and with those of `leaves`."""
+    import torch
 
-        found |= {f"{name} forward": quickest_us(forward), f"{name} both": quickest_us(both)}
-    return found
+    def forward() -> object:
+        with torch.no_grad():
+            return call()
+
+    def both() -> object:
+        o = call()[0]
+        return torch.autograd.grad(o, leaves, o.detach())
+
+    return {f"{name} forward": quickest_us(forward), f"{name} both": quickest_us(both)}
 
 
 def child(tree: Path) -> dict[str, float]:

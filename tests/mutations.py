@@ -89,6 +89,8 @@ _SCAN = [
         "flexsp/runtime/steps.py",
         ("-(-math.prod(shape) * dtype.itemsize // 256) * 256", "math.prod(shape) * dtype.itemsize // 256 * 256",
          "buffers overlap", _PLAIN),
+        ("memory.storage_offset() + start", "start", "buffers lie where the storage begins",
+         "tests/test_launch_plan.py::test_buffers_lie_in_memory_that_begins_anywhere"),
     ),
     *_in(
         "flexsp/runtime/workarounds/vector_flags.py",

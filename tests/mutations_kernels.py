@@ -340,7 +340,8 @@ KERNELS = [
         ("asked.scale, asked.want_final,", "asked.scale,", "a kept call forgets final states", "tests/test_kept_calls.py"),
         ("asked.scale, asked.want_final,", "asked.want_final,", "a kept call forgets the scale",
          "tests/test_kept_calls.py"),
-        ("id(tiling), asked.tensors", "asked.tensors", "a kept call forgets how it is cut", "tests/test_kept_calls.py"),
+        ("id(tiling), asked.tensors", "asked.tensors", "a kept call forgets how it is cut",
+         "tests/test_kept_calls.py::test_the_number_of_documents_tells_calls_apart"),
     ),
     *_in(
         "flexsp/kernels/diagonal/diagonal_plan.py",

@@ -43,6 +43,10 @@ OPS = [
         "flexsp/ops/mamba2.py",
         ("without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)", "(y + x * weight).to(x.dtype)", "a skip reaches the tail",
          _TAIL + "test_in_pytorch[mamba2]"),
+        ("@check.once\n", "", "shapes that were looked at before are looked at again",
+         "tests/test_kept_calls.py::test_calls_worked_out_before_run_few_functions[mamba2_ssd]"),
+        ('    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")\n', "", "states may grow",
+         "tests/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[rates]"),
         ("if state_v_first is None and states:", "if False:", "the layout of states is guessed", "tests/test_validation.py::test_mamba2"),
     ),
     *_in(
@@ -61,7 +65,7 @@ OPS = [
     ),
     *_in(
         "flexsp/ops/_peers.py",
-        ("elif _is_half(x) and x.dtype != lead:", "elif False:", "gates of another half precision are refused",
+        ("elif isinstance(x, torch.Tensor) and x.dtype != lead and", "elif False and", "gates of another half precision are refused",
          _PEERS + "test_what_is_not_in_the_rows_dtype_is_taken_in_float32[simple_gla]"),
         ("made = made[0].to(given[out].dtype), made[1]", "pass", "outputs have the dtype that was computed in",
          _PEERS + "test_gradients_have_the_dtypes_of_the_arguments"),
@@ -106,6 +110,13 @@ OPS = [
         ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
         ("        untransformed(cls.title, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
          "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/op.py",
+        ('("softplus", softplus), ("dt_bias", bias)', '("dt_bias", bias)', "a kept call forgets how steps are made",
+         "tests/test_kept_calls.py::test_what_tells_calls_of_the_dual_apart[softplus]"),
+        ('("D", skips)]', '("D", skips or bias)]', "a kept call takes a bias for a skip",
+         "tests/test_kept_calls.py::test_what_tells_calls_of_the_dual_apart[no skip]"),
     ),
     *_in(
         "flexsp/ops/selective_scan.py",

@@ -284,12 +284,17 @@ def test_spread_of_repeated_runs() -> None:
 
 
 def test_host_times_are_those_of_several_processes() -> None:
-    from flexsp.bench.host import combine
+    from flexsp.bench.host import _targets, combine
 
     runs = [[{"case": "x", "mode": "forward", "dispatcher_us": us, "plain_us": 10 * us}] for us in (50.0, 40.0, 90.0)]
     (row,) = combine(runs)
     assert row["dispatcher_us"] == {"median": 50.0, "min": 40.0, "max": 90.0, "n": 3}
     assert row["plain_us"]["median"] == 500.0 and row["case"] == "x"
+    hand_written = [{"case": case, "mode": "forward", "dispatcher_us": 70.0} for case in ("mamba2", "simple_gla")]
+    assert [(x["target"], x["verdict"]) for x in _targets([row, *combine([hand_written])])] == [
+        ("x host microseconds of a forward", "pass"), ("x host time / without the dispatcher", "pass"),
+        ("mamba2 host microseconds of a forward", "MISS"),
+    ]  # fmt: skip
 
 
 def test_host_times_start_processes_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import flexsp
+from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.arguments import signature_of
 from flexsp.kernels import executable as executables
-from flexsp.kernels.diagonal.op import Diagonal
+from flexsp.kernels.diagonal.op import Diagonal, Ssd
 from flexsp.ops import chunk_simple_gla
-from tests import variants
+from tests import host_time, variants
 from tests.harness.executables import scalar_decay_executable
 
 Tensors = dict[str, torch.Tensor]
@@ -74,6 +79,51 @@ def test_what_tells_calls_of_the_engine_apart(change: str, monkeypatch: pytest.M
     assert [b - a for a, b in zip(before, worked_out(), strict=True)] == list(more)
 
 
+def test_the_number_of_documents_tells_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without initial states, whose number would tell them apart too."""
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(Diagonal, "_executables", {})
+    x = {name: y for name, y in drawn().items() if name != "initial_state"}
+    for n, bounds in enumerate([(0, 9, 20), (0, 9, 12, 20), (0, 5, 20)]):
+        call(x, bounds)
+        assert len(Diagonal._executables) == min(n + 1, 2)
+
+
+def drawn_dual(groups: int = 2, *left_out: str) -> Tensors:
+    """Of mamba2_ssd. B and C are parts of wider tensors, so that their strides tell no number of groups."""
+    B, C = (torch.randn(1, 20, 2, 16, dtype=HALF)[:, :, :groups] for _ in "BC")
+    x = {"x": torch.randn(1, 20, 2, 16, dtype=HALF), "dt": torch.rand(1, 20, 2), "A": -torch.rand(2), "B": B, "C": C}
+    x |= {"D": torch.rand(2), "dt_bias": torch.rand(2)}
+    return {name: y for name, y in x.items() if name not in left_out}
+
+
+DUALS: dict[str, tuple[Tensors, dict[str, Any], int]] = {
+    "nothing": (drawn_dual(), {}, 0),
+    "fewer groups": (drawn_dual(1), {}, 1),
+    "softplus": (drawn_dual(), {"dt_softplus": True}, 1),
+    "no skip": (drawn_dual(2, "D"), {}, 1),
+    "no bias": (drawn_dual(2, "dt_bias"), {}, 1),
+    "the type of steps": (drawn_dual() | {"dt": torch.rand(1, 20, 2, dtype=HALF)}, {}, 1),
+}
+"""Of a second call of mamba2_ssd its tensors, its options, and how many calls are worked out for it."""
+
+
+@pytest.mark.parametrize("change", DUALS)
+def test_what_tells_calls_of_the_dual_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(Ssd, "_executables", {})
+    tensors, options, more = DUALS[change]
+    for left_out in ("D", "dt_bias"):  # calls with as many tensors of the same sizes
+        ops.mamba2_ssd(**drawn_dual(2, left_out))
+        assert len(Ssd._executables) == 1 + (left_out == "dt_bias")
+    Ssd._executables.clear()
+    ops.mamba2_ssd(**drawn_dual())
+    ops.mamba2_ssd(**tensors, **options)
+    assert len(Ssd._executables) == 1 + more
+
+
 def test_what_tells_generated_calls_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     x, state, cu = torch.randn(1, 20, 2, 16), torch.randn(2, 2, 16, 16), torch.tensor([0, 9, 20])
     sp = SequenceParallel()
@@ -120,3 +170,34 @@ def test_calls_whose_text_leaves_the_scale_out_have_recipes_of_their_own() -> No
     given = {name: x[name] for name in ("q", "k", "v", "g")}
     made = [scalar_decay_executable(given, None, 0, scale) for scale in (0.1, 0.2, 0.1)]
     assert made[0] is made[2] and made[0] is not made[1]
+
+
+# What a call does that was worked out before --------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "chunk_simple_gla": 48, "mamba2_ssd": 49, "chunk_gated_delta_rule": 88, "chunk_hgrn": 50,
+}  # fmt: skip
+"""How many functions of this package a forward call may run, each of which costs the host a part of a microsecond."""
+
+
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_calls_worked_out_before_run_few_functions(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXSP_BACKEND", "triton")
+    monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    inputs, folder = host_time.inputs_of(op), str(Path(flexsp.__file__).parent)
+    options = {"dt_softplus": True} if op == "mamba2_ssd" else {}
+    run: list[str] = []
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folder) and not code.co_name.startswith("<"):
+            run.append(code.co_name)
+
+    for profile in (None, note):
+        sys.setprofile(profile)
+        try:
+            with torch.no_grad():
+                getattr(ops, op)(**inputs, **options)
+        finally:
+            sys.setprofile(None)
+    assert 0 < len(run) <= FUNCTIONS[op], f"{len(run)} functions: {run}"

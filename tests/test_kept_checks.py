@@ -150,6 +150,35 @@ def test_bad_arguments_after_good_ones(change: str) -> None:
             ops.chunk_gated_delta_rule(**(x | good | made(x)))
 
 
+def drawn_dual() -> Tensors:
+    x = {"x": torch.randn(1, 20, 4, 16), "dt": torch.rand(1, 20, 4), "A": -torch.rand(4), **groups(2)}
+    return x | {"D": torch.rand(4), "dt_bias": torch.rand(4)}
+
+
+def groups(n: int) -> Tensors:
+    return {name: torch.randn(1, 20, n, 8) for name in "BC"}
+
+
+BAD_DUAL: dict[str, tuple[dict[str, Any], str]] = {
+    "rates": ({"A": torch.rand(4)}, "A: expected values <= 0"),
+    "steps": ({"dt": -torch.rand(1, 20, 4) - 1}, "dt: expected step sizes >= 0"),
+    "a flag": ({"dt_softplus": 1}, "dt_softplus: expected True or False"),
+    "groups of queries": ({"C": torch.randn(1, 20, 1, 8)}, "C: expected shape"),
+    "groups of both": (groups(3), "B: expected a number of groups"),
+    "a skip": ({"D": torch.rand(4, 8)}, "D: expected shape"),
+    "a bias's type": ({"dt_bias": torch.rand(4).double()}, "dt_bias: expected dtype"),
+}
+
+
+@pytest.mark.parametrize("change", BAD_DUAL)
+def test_bad_arguments_of_mamba2_after_good_ones(change: str) -> None:
+    x, (made, message) = drawn_dual(), BAD_DUAL[change]
+    for _ in range(2):
+        ops.mamba2_ssd(**x)
+        with pytest.raises(ValueError, match=message):
+            ops.mamba2_ssd(**(x | made))
+
+
 def test_gates_are_looked_at_as_soon_as_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that did not look does not keep the next one from looking."""
     monkeypatch.setattr(_validate, "readable", lambda x: False)

@@ -23,7 +23,7 @@ from flexsp.kernels.diagonal.tiling import make_tiling
 from flexsp.kernels.executable import CallSpec, Executable
 from flexsp.kernels.launch_plan import Role, gradient_of
 from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
-from flexsp.runtime.steps import launches_of
+from flexsp.runtime.steps import Workspace, launches_of
 from tests import variants
 
 BF16 = torch.bfloat16
@@ -158,8 +158,18 @@ def test_memory_is_what_the_launches_point_to(name: str) -> None:
     held = {**executable.saved.places, **executable.scratch.places}
     pointed = {x for step in launches_of(executable.forward) for x in step.pointers if x is not None}
     assert set(held) == pointed - {*given, "o", "@final"}
-    for key, (_, dtype, shape) in held.items():
+    for key, (_, dtype, shape, _strides) in held.items():
         assert (dtype, shape) == (executable.plan.buffers[key].dtype, executable.plan.buffers[key].shape)
+
+
+def test_buffers_lie_in_memory_that_begins_anywhere() -> None:
+    made, whole = Workspace(), torch.arange(4096, dtype=torch.int32).view(torch.uint8)
+    for name, shape in (("first", (3, 5)), ("none", (2, 0, 4)), ("second", (2, 3, 4))):
+        made.add(name, torch.int32, *shape)
+    memory = whole[1024 : 1024 + made.nbytes]
+    first, none, second = (made.view(memory, name) for name in ("first", "none", "second"))
+    assert first.tolist() == torch.arange(256, 271).view(3, 5).tolist() and none.shape == (2, 0, 4)
+    assert second.tolist() == torch.arange(320, 344).view(2, 3, 4).tolist() and second.is_contiguous()
 
 
 @pytest.mark.parametrize(

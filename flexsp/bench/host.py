@@ -25,6 +25,7 @@ __all__ = ["combine", "run", "without_dispatcher"]
 _BURST = 20  # calls between two waits for the device, so that its queue never fills
 _TIMEOUT_S = 300.0  # of one process
 FORWARD_US, RATIO = 60.0, 0.5
+FAST = ("mamba2",)  # ops of hand-written kernels whose forward call is to take no longer either
 
 
 @contextmanager
@@ -127,14 +128,15 @@ def _print(rows: list[dict[str, Any]]) -> None:
 def _targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
-        if row["mode"] == "forward" and "plain_us" in row:
-            us, plain = row["dispatcher_us"]["median"], row["plain_us"]["median"]
-            for text, limit, value in (
-                ("host microseconds of a forward", FORWARD_US, us),
-                ("host time / without the dispatcher", RATIO, us / plain),
-            ):
-                verdict = "pass" if value <= limit else "MISS"
-                found.append({"target": f"{row['case']} {text}", "limit": limit, "value": value, "verdict": verdict})
+        if row["mode"] != "forward" or not ("plain_us" in row or row["case"] in FAST):
+            continue
+        us = row["dispatcher_us"]["median"]
+        targets = [("host microseconds of a forward", FORWARD_US, us)]
+        if "plain_us" in row:
+            targets.append(("host time / without the dispatcher", RATIO, us / row["plain_us"]["median"]))
+        for text, limit, value in targets:
+            verdict = "pass" if value <= limit else "MISS"
+            found.append({"target": f"{row['case']} {text}", "limit": limit, "value": value, "verdict": verdict})
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "asks_for_kernels", "last_in_backward_chain", "register"]
 
 Optional = torch.Tensor | None
-_CALLS = 256  # signatures that are kept, of each engine
+_E = TypeVar("_E", bound="Engine")
+_CALLS = 256  # signatures that are kept, of each engine, and forms
 
 
 def asks_for_kernels(on_gpu: bool, dtype: torch.dtype) -> bool:
@@ -58,9 +59,19 @@ class Engine(ABC):
     params: frozenset[str] = frozenset()
     rows: int = 1
     _executables: ClassVar[dict[Any, Executable[Any]]]
+    _engines: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls) -> None:
-        cls._executables = {}
+        cls._executables, cls._engines = {}, {}
+
+    @classmethod
+    def of(cls: type[_E], form: str) -> _E:
+        """The engine of this form, made once."""
+        found: _E | None = cls._engines.get(form)
+        if found is None:
+            found = cls(form)
+            keep(cls._engines, form, found, _CALLS)
+        return found
 
     @abstractmethod
     def __init__(self, form: str) -> None: ...
@@ -120,7 +131,7 @@ class Engine(ABC):
             return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
         n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
         group = sp if sp is not None and sp.world_size > 1 else None
-        engine, asked = cls(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
+        engine, asked = cls.of(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
         return operators.run(engine.executable(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
 
     def executable(self, asked: Asked) -> Executable[Any]:
@@ -160,7 +171,7 @@ class Engine(ABC):
 
 def register(engine: type[Engine], numbers_of_tensors: Iterable[int]) -> None:
     """Makes an engine known to the operators, and how many tensors its calls may have."""
-    operators.define_kind(engine.kind, engine, engine.title, IN_PYTORCH)
+    operators.define_kind(engine.kind, engine.of, engine.title, IN_PYTORCH)
     for number in numbers_of_tensors:
         operators.serve(number)
 

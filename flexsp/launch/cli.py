@@ -213,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     _models_arguments(bench.add_parser("models", help=text))
     host = bench.add_parser("host", help="host time of a call of generated kernels, with and without the dispatcher")
     _shape_arguments(host)
-    chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla"]
+    chosen = ["generated_simple_gla", "generated_deltanet", "simple_gla", "mamba2"]
     _names_argument(host, "--ops", OPS, f"of {','.join(OPS)}", chosen)
     host.add_argument("--T", type=int, default=1024, help="tokens (default 1024)")
     _by_device(host, "--repeats", "fresh processes, of whose medians the median is taken", type=int, metavar="N")

@@ -67,7 +67,7 @@ def _in_one_dtype(given: dict[str, Any], together: list[str]) -> dict[str, Any]:
             if any([_is_half(y) for y in (x if isinstance(x, tuple) else (x,))]):
                 wide = torch.promote_types(lead, torch.float32)
                 changed[name] = _widened(x, wide)
-        elif _is_half(x) and x.dtype != lead:
+        elif isinstance(x, torch.Tensor) and x.dtype != lead and x.dtype in _HALVES:
             changed[name] = x.float()
     return changed
 

@@ -100,8 +100,7 @@ def readable(x: torch.Tensor) -> bool:
     """Whether the values of ``x`` can be read here, and may be."""
     if torch.compiler.is_compiling():
         return False
-    kind = x.device.type
-    if kind == "meta" or (kind != "cpu" and not checks_wanted()):
+    if x.is_meta or not (x.is_cpu or checks_wanted()):
         return False
     if type(x) not in _TENSORS or transformed():
         return False

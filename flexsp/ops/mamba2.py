@@ -78,6 +78,7 @@ def mamba2_ssd(
         >>> y, _ = mamba2_ssd(x, dt, A, B, C, D=torch.ones(8), dt_softplus=True)
     """
     batch, H, P, N = _check_shapes(x, dt, A, B, C, D, dt_bias)
+    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
     check.check_flag("dt_softplus", dt_softplus)
     check.check_flag("output_final_state", output_final_state)
     sp = check.resolve(sp, x)
@@ -131,6 +132,7 @@ def _heads(x: torch.Tensor, H: int) -> torch.Tensor:
     return x.unsqueeze(3).expand(-1, -1, -1, H // x.shape[2], -1).flatten(2, 3)
 
 
+@check.once
 def _check_shapes(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -140,6 +142,7 @@ def _check_shapes(
     D: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
 ) -> tuple[int, int, int, int]:
+    """Shapes, dtypes and device; returns (B, H, P, N)."""
     batch, T, H, P = check.check_first("x", x, "[B, T, H, P]")
     check.check_tensor("B", B, None, "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)
     G, N = B.shape[2:]
@@ -151,7 +154,6 @@ def _check_shapes(
     params = (x.dtype, torch.float32)
     check.check_tensor("dt", dt, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)
     check.check_tensor("A", A, (H,), "[H]", dtypes=params, device=x.device)
-    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
     if dt_bias is not None:
         check.check_tensor("dt_bias", dt_bias, (H,), "[H]", dtypes=params, device=x.device)
     if D is not None:

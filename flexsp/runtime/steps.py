@@ -25,18 +25,20 @@ class Workspace:
     """Named buffers of one call in one allocation."""
 
     def __init__(self) -> None:
-        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]] = {}
         self.nbytes = 0
 
     def add(self, name: str, dtype: torch.dtype, *shape: int) -> str:
         if name not in self.places:
-            self.places[name] = (self.nbytes, dtype, shape)
+            strides = tuple([math.prod(shape[i + 1 :]) for i in range(len(shape))])
+            self.places[name] = (self.nbytes, dtype, shape, strides)
             self.nbytes += -(-math.prod(shape) * dtype.itemsize // 256) * 256
         return name
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        start, dtype, shape = self.places[name]
-        return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start, dtype, shape, strides = self.places[name]
+        memory = memory.view(dtype)  # whose own place in its storage counts too
+        return memory.as_strided(shape, strides, memory.storage_offset() + start // dtype.itemsize)
 
 
 class Frame:
@@ -71,9 +73,9 @@ def launches_of(steps: Sequence[Step]) -> list[KernelLaunch]:
 
 def run_steps(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
     """Runs the steps; on CUDA on the device's current stream."""
-    if device.type == "cpu" and not _INTERPRETED:
-        raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
     if device.type != "cuda":
+        if device.type == "cpu" and not _INTERPRETED:
+            raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
         for step in steps:
             step(frame)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,14 +168,21 @@ def ssd(
     """S_t = e^{s_t A} S_{t-1} + s_t k_t v_t^T, o_t = q_t S_t + D v_t with s_t = dt_t + dt_bias or softplus of that, in
     kernels (`asks_for_kernels`), over inputs already validated: q, k [B, T, G, K], v [B, T, H, V], dt [B, T, H], others
     [H]."""
-    there = [("softplus", softplus), ("dt_bias", dt_bias is not None), ("D", D is not None)]
-    words = [word for word, used in there if used]
-    call = f"{op} on {q.dtype}, {' and '.join(['dt', *words])}{', packed' if cu_seqlens is not None else ''}"
+    # torch.compile warns of functions that keep results.
+    text_of = _form_of_ssd.__wrapped__ if torch.compiler.is_compiling() else _form_of_ssd
+    form = text_of(op, q.dtype, softplus, dt_bias is not None, D is not None, cu_seqlens is not None)
     params = [x.contiguous() for x in (A, dt_bias, D) if x is not None]
     blocks = ColumnBlocks.of(v.shape[-1])
     tensors = [q, k, blocks.values(v), blocks.repeated(dt), *(blocks.repeated(x, 0) for x in params)]
     o, final = Ssd.run(
-        f"{','.join(words)}|{call}", tensors, blocks.states(initial_state), cu_seqlens,
-        output_final_state=output_final_state, sp=sp,
+        form, tensors, blocks.states(initial_state), cu_seqlens, output_final_state=output_final_state, sp=sp
     )  # fmt: skip
     return blocks.outputs(o), blocks.joined(final)
+
+
+@functools.lru_cache(maxsize=256)
+def _form_of_ssd(op: str, dtype: torch.dtype, softplus: bool, bias: bool, skips: bool, packed: bool) -> str:
+    there = [("softplus", softplus), ("dt_bias", bias), ("D", skips)]
+    words = [word for word, used in there if used]
+    call = f"{op} on {dtype}, {' and '.join(['dt', *words])}{', packed' if packed else ''}"
+    return f"{','.join(words)}|{call}"

@@ -40,8 +40,11 @@ class Tiling:
 def make_tiling(q: torch.Tensor, v: torch.Tensor, n_docs: int) -> Tiling:
     """Tiling for q [B, T, G, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU."""
     sizes = (*v.shape[:3], q.shape[-1], v.shape[-1], n_docs)
-    build = tiling_of if all(type(n) is int for n in sizes) else tiling_of.__wrapped__  # symbolic sizes have no hash
-    return build(q.dtype, *sizes, of_device(q.device), q.shape[2] != v.shape[2])
+    device, shared = of_device(q.device), q.shape[2] != v.shape[2]
+    try:
+        return tiling_of(q.dtype, *sizes, device, shared)
+    except TypeError:  # symbolic sizes have no hash
+        return tiling_of.__wrapped__(q.dtype, *sizes, device, shared)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -37,9 +37,9 @@ def test_the_engine() -> None:
         B, H, K, V = random.randrange(1, 5), random.randrange(1, 40), random.randrange(1, 257), random.randrange(1, 257)
         n_docs = random.choice([0, 0, 1, random.randrange(2, 9)])
         T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
-        plan = engine.tiling_of(dtype, B, T, H, K, V, n_docs, replace(H200, programs=programs))
+        plan = engine.tiling_of(dtype, B, T, H, K, V, n_docs, replace(H200, programs=programs), random.random() < 0.5)
         assert_covers(plan, T, n_docs, plan.tiles.chunk)
-        most = max(-(-programs // (B * H)), -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
+        most = max(4 * -(-programs // (B * H)) * plan.pieces, -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
         assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"
         assert plan.tiles.output.bk >= K and plan.tiles.dq.bv >= V
         assert plan.tiles.dk.bv >= V and (plan.tiles.dv is None or plan.tiles.dv.bk >= K)

@@ -21,33 +21,35 @@ GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
 
 @contextmanager
 def one_walk(shared: Any = None) -> Iterator[None]:
-    """One walk for dk and dv; `shared` tiles for gradients where heads share keys, with chunks of 32 tokens."""
+    """One walk for dk and dv; `shared` tiles for gradients where heads share keys, with chunks of 32 tokens, and memory
+    for the states of one piece of the tokens."""
     from flexsp.kernels.diagonal import tiles, tiling
     from flexsp.kernels.diagonal.tiles import Tile, Tiles
 
-    whole, choose = Tile(64, 16, 8, 1), tiles.choose
+    whole, choose, few = Tile(64, 32, 8, 1), tiles.choose, tiles.FEW
     found = Tiles(16 if shared is None else 32, whole, whole, dq=whole, dk=whole, dv=None)
-    tiles.choose = lambda *args: replace(found, shared=shared if args[-1] else None)
+    tiles.choose, tiles.FEW = lambda *args: replace(found, shared=shared if args[-1] else None), 1
     tiling.tiling_of.cache_clear()
     try:
         yield
     finally:
-        tiles.choose = choose
+        tiles.choose, tiles.FEW = choose, few
         tiling.tiling_of.cache_clear()
 
 
 def shared_keys(programs: int, pieces: int) -> Any:
-    """Tiles with several warp groups, whose sums over channels are in parts."""
+    """Tiles of gradients where heads share keys, with several warp groups, whose sums over channels are in parts: heads
+    in so many blocks that there are `programs`, tokens in `pieces`."""
     from flexsp.kernels.diagonal.tiles import SharedTiles, Tile
 
-    return SharedTiles(Tile(16, 16, 4, 1), Tile(64, 16, 4, 1), Tile(16, 16, 8, 1), programs, pieces)
+    return SharedTiles(Tile(16, 16, 4, 1), Tile(64, 32, 4, 1), Tile(16, 32, 8, 1), programs, pieces)
 
 
 @dataclass(frozen=True)
 class Run:
     """One op on one rank; ``bounds`` are document boundaries, ``gates`` takes g from GATES instead.
 
-    ``one_walk``: tiles as bf16 has them, one walk for dk and dv, several warp groups.
+    ``one_walk``: tiles as bf16 has them, one walk for dk and dv, several warp groups. ``shared``: see `shared_keys`.
     """
 
     case: str
@@ -58,6 +60,7 @@ class Run:
     gates: bool = False
     segments: int = MANY_SEGMENTS
     one_walk: bool = False
+    shared: tuple[int, int] | None = None
     seed: int = 0
 
 
@@ -80,7 +83,8 @@ def failures(sp: Any, runs: list[Run]) -> list[str]:
         if run.bounds:
             inputs["cu_seqlens"] = torch.tensor(run.bounds, dtype=random.choice([torch.int32, torch.int64]))
         arrange = other_strides if run.strided else None
-        with poisoned(run.segments, run.shape.B * run.shape.H), one_walk() if run.one_walk else nullcontext():
+        tiles = one_walk(run.shared and shared_keys(*run.shared)) if run.one_walk or run.shared else nullcontext()
+        with poisoned(run.segments, run.shape.B * run.shape.H), tiles:
             try:
                 check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange)
             except Exception as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,12 +11,12 @@ import torch
 
 from flexsp.kernels import primitives
 from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize
+from flexsp.kernels.diagonal.base_plan import BasePlan
 from flexsp.kernels.diagonal.shared_plan import SharedGradients
 from flexsp.kernels.diagonal.tiles import Tile
-from flexsp.kernels.diagonal.tiling import NAME, Tiling, decay_dtype
-from flexsp.kernels.launch_plan import Buffer, Role, SegmentedPlan, by_name, gradient_of
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride, named
-from flexsp.kernels.primitives import dots
+from flexsp.kernels.diagonal.tiling import NAME, decay_dtype
+from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
+from flexsp.kernels.launch_spec import LaunchSpec, named
 
 __all__ = ["DiagonalPlan"]
 
@@ -28,33 +28,13 @@ def _count(n: int, block: int) -> int:
 
 
 @dataclass(frozen=True)
-class DiagonalPlan(SegmentedPlan):
+class DiagonalPlan(BasePlan):
     """A call of the diagonal engine.
 
     Buffers beside those of `SegmentedPlan`: ``@decay`` of segments (natural logarithms), ``@gates`` cumulative log2
     decay within chunks, and what tokens leave to the gradient of the gates.
-
-    Attributes:
-        dtype: of q and k, and of what products multiply.
-        gate: "g", the input with a number a token that the state decays by, or the name of one with a number a head;
-            None where it does not decay.
-        dq_first: dq is walked before the gradients of states come in.
-        values: the type of v and of the outputs; None for `dtype`.
-        key_heads: heads of q and k, each of which some heads of v share; None for one each.
     """
 
-    tiling: Tiling
-    dtype: torch.dtype
-    gate: str | None
-    scale: float
-    initial: bool
-    returns_final: bool
-    dq_first: bool
-    description: str
-    values: torch.dtype | None = None
-    key_heads: int | None = None
-    writing: ClassVar[str | None] = None  # the gates of keys, where these have their own
-    skip: ClassVar[str | None] = None  # the input of weights of v in the outputs
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel, shared_grads.chunk_states_kernel,
@@ -68,15 +48,6 @@ class DiagonalPlan(SegmentedPlan):
         }  # fmt: skip
 
     # Buffers
-
-    @property
-    def state(self) -> tuple[int, ...]:
-        return self.tiling.K, self.tiling.V
-
-    @property
-    def scan_shape(self) -> tuple[str, tuple[int, int, int, int, int]]:
-        kind = "none" if self.gate is None else "scalar"
-        return kind, (self.B, self.n_seg, self.H, self.tiling.K, self.tiling.V)
 
     def declare(self) -> list[Buffer]:
         values = self.dtype if self.values is None else self.values
@@ -93,11 +64,6 @@ class DiagonalPlan(SegmentedPlan):
         """The gradients, where heads share keys and there are kernels for that."""
         tiles = self.tiling.tiles.shared
         return None if tiles is None else SharedGradients(self, tiles)
-
-    @property
-    def group(self) -> int:
-        """Heads of v that share one of q and of k."""
-        return 1 if self.key_heads is None else self.H // self.key_heads
 
     def of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""
@@ -119,11 +85,6 @@ class DiagonalPlan(SegmentedPlan):
             Buffer("@gates", Role.SAVED, decay_dtype(self.dtype), (p.B, p.H, self._row)),
             *(Buffer(name, Role.SCRATCH, _F32, shape) for name, shape in scratch.items()),
         ]
-
-    @property
-    def _row(self) -> int:
-        """Rows of all chunks."""
-        return self.n_chunks * self.chunk
 
     @property
     def _exact(self) -> bool:
@@ -173,14 +134,6 @@ class DiagonalPlan(SegmentedPlan):
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         return [self.gate_grad(gradient_of(str(self.gate)), last)] if self.of_gate(wanted) else []
 
-    def of_gate(self, wanted: Collection[str]) -> bool:
-        """Whether gradients of the gates are needed."""
-        return self.gate in wanted
-
-    def of_sums(self, wanted: Collection[str]) -> bool:
-        """Whether gradients are needed that are made of what tokens leave to them."""
-        return self.of_gate(wanted)
-
     def _by_head(self, gradient: str) -> str:
         """Where walks leave the gradient of q or k: a row a head."""
         return gradient if self.group == 1 or gradient == "d_v" else "@by_head"
@@ -191,57 +144,8 @@ class DiagonalPlan(SegmentedPlan):
             return []
         return [self.sum_rows("@by_head", gradient, self.H, self.group)]
 
-    def sum_rows(self, x: str, to: str, H: int, group: int) -> LaunchSpec:
-        """Sums over every `group` of H rows that a token has in x."""
-        rows, width = self.B * self.T, self.tiling.K
-        block = max(16, 1 << (width - 1).bit_length())
-        take = max(1, 2048 // block)
-        return self.small(
-            "sum_heads_kernel", (_count(rows, take), H // group, 1), [x, to], [to], (rows, H), N=width, BN=block,
-            GROUP=group, ROWS=take,
-        )  # fmt: skip
-
     def sums(self, wanted: Collection[str]) -> list[str]:
         return [gradient_of(self.gate)] if self.gate is not None and self.gate in wanted else []
-
-    @property
-    def gates(self) -> str | None:
-        return None if self.gate is None else "@gates"
-
-    @property
-    def gate_strides(self) -> tuple[int, int]:
-        return (0, 0) if self.gate is None else (self.H * self._row, self._row)
-
-    def _row_of(self, name: str) -> int:
-        """Numbers of a token of all heads."""
-        _, _, H, N = self.buffers[name].shape
-        return H * N
-
-    def strides(self, *outputs: str) -> tuple[int, ...]:
-        """Of contiguous outputs."""
-        rows = [(self._row_of(name), self.buffers[name].shape[-1]) for name in outputs]
-        return tuple([n for row, width in rows for n in (self.T * row, row, width)])
-
-    def _alike(self, inputs: Sequence[str], *outputs: str) -> SameTokenStride:
-        return SameTokenStride(tuple(inputs), tuple(map(self._row_of, outputs)))
-
-    @property
-    def dots(self) -> dict[str, Any]:
-        return dots(self.dtype)
-
-    def walk(
-        self, kind: str, tile: Tile, programs: int, pointers: Sequence[str | None], writes: Sequence[str],
-        numbers: Sequence[int | str], reads: Sequence[str] | None = None, **constants: Any,
-    ) -> LaunchSpec:  # fmt: skip
-        """A walk with its tile; `constants` are its own, those of every walk are added here."""
-        p, gated = self.tiling, self.gate is not None
-        constants |= {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.chunk}
-        constants |= {"DECAY": primitives.decay_scalar if gated else primitives.decay_none, "GATED": gated}
-        cut = (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, self.scale)
-        return self.launch(
-            kind, Launch(tile.bv, tile.warps, tile.stages), (programs, p.B * p.H, p.n_seg), pointers, writes,
-            (*numbers, *cut), constants | self.dots, reads=reads,
-        )  # fmt: skip
 
     def gate_sums(self, gate: str) -> LaunchSpec:
         """Cumulative log2 decay of the chunks."""
@@ -250,15 +154,6 @@ class DiagonalPlan(SegmentedPlan):
         return self.small(
             "gate_kernel", (p.n_chunks, p.B * p.H, 1), [gate, "@gates"], ["@gates"], (*strides, p.T, p.H), C=p.chunk
         )
-
-    def small(
-        self, kind: str, grid: tuple[int, ...], pointers: Sequence[str | None], to: Sequence[str],
-        numbers: Sequence[int | str], **constants: Any,
-    ) -> LaunchSpec:  # fmt: skip
-        """A kernel without products, which takes the number of stages that Triton gives it."""
-        how = Launch(0, 2, 1)
-        spec = self.launch(kind, how, grid, pointers, to, numbers, constants)
-        return replace(spec, options={"num_warps": how.warps})
 
     def _summarize(self, x: str, y: str, states: str, boundary: str | None, *, reverse: bool, zero: bool) -> LaunchSpec:
         tile, p, writing = self.tiling.tiles.summarize, self.tiling, None if reverse else self.writing

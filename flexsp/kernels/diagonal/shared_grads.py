@@ -61,7 +61,7 @@ def chunk_states_kernel(
     gate += b.to(tl.int64) * g_sb + h * g_sh
     writing += b.to(tl.int64) * g_sb + h * g_sh
     c0 = seg * per_seg
-    edges += ((b.to(tl.int64) * kept - first_seg * per_seg) * H + h) * K * V
+    edges += h * K * V
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = (b * (n_seg + 1) + seg + (1 if REVERSE else 0)).to(tl.int64) * H + h
     S = load_state(states + slot * K * V, k0, v0, True, K, V, BK, BV)
@@ -77,7 +77,8 @@ def chunk_states_kernel(
                     S = load_state(boundary + at_doc, k0, v0, True, K, V, BK, BV)
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
-        store_state(edges + c.to(tl.int64) * H * K * V, S.to(edges.dtype.element_ty), k0, v0, True, K, V, BK, BV)
+        at = (b.to(tl.int64) * kept + c - first_seg * per_seg) * H * K * V
+        store_state(edges + at, S.to(edges.dtype.element_ty), k0, v0, True, K, V, BK, BV)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
             if STEPS:

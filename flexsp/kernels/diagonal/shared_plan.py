@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from flexsp.kernels.diagonal.base_plan import BasePlan
 from flexsp.kernels.diagonal.tiles import SharedTiles, Tile
 from flexsp.kernels.launch_plan import Buffer, Role
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
-
-if TYPE_CHECKING:
-    from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
 __all__ = ["SharedGradients"]
 
@@ -28,7 +26,7 @@ class SharedGradients:
     and ``@dk_blocks`` of blocks of heads, where there is more than one; the rest is for gates and skips.
     """
 
-    plan: DiagonalPlan
+    plan: BasePlan
     tiles: SharedTiles
 
     @property
@@ -115,7 +113,7 @@ class SharedGradients:
         return replace(walk, grid=(*walk.grid[:2], min(self._segments, plan.n_seg - first)))
 
     def _chunks(self, first: int, dq: str, dk: str, wanted: Collection[str]) -> list[LaunchSpec]:
-        plan, tiles, p = self.plan, self.tiles, self.plan.tiling
+        plan, tiles = self.plan, self.tiles
         dsums = plan.of_sums(wanted)
         sums, reads = ["@sums"] if dsums else [None], ["@reads", "@passes"] if dsums else [None, None]
         values = self._over_heads(
@@ -139,10 +137,10 @@ class SharedGradients:
         constants |= {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.chunk, "PARTS": self._parts(tile)}
         constants |= {"GATED": plan.gate is not None, "STEPS": plan.writing is not None, "GROUP": plan.group}
         grid = programs * min(self._kept, p.n_chunks - first_chunk), self._blocks, p.B * self._groups
-        numbers = ["q", "k", "v", "do", *plan.gate_strides, *strides, first_chunk, p.T, p.H, p.n_chunks, self._kept]
+        cut = first_chunk, p.T, p.H, p.n_chunks, self._kept, self._heads
         return plan.launch(
             kind, Launch(tile.bv, tile.warps, tile.stages), grid, pointers, writes,
-            [*numbers, self._heads, plan.scale], constants | plan.dots,
+            ["q", "k", "v", "do", *plan.gate_strides, *strides, *cut, plan.scale], constants | plan.dots,
         )  # fmt: skip
 
     def gate_grad(self, to: str, *, steps: bool, skip: bool) -> LaunchSpec:

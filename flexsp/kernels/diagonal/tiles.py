@@ -120,9 +120,9 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
 
 def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device) -> Tiles:
     """States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v."""
+    values, keys = Tile(bk, bv, 8, 3 if bk * bv <= 128 * 128 else 2), Tile(64, bv, 8 if bv > 64 else 4, 3)
     states = Tile(min(bk, 64), min(bv, 64), 4, 3)
-    shared = SharedTiles(states, Tile(bk, bv, 8, 3), Tile(64, bv, 4, 3), device.programs, bk // 32)
-    return replace(tiles, shared=shared)
+    return replace(tiles, shared=SharedTiles(states, values, keys, device.programs, bk // 32))
 
 
 def _small_half_tiles(bk: int, bv: int) -> Tiles:
@@ -154,18 +154,26 @@ def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tile
 
 
 def segment_length(n_chunks: int, heads: int, programs: int, pieces: int = 1) -> int:
-    """Chunks a segment: about `programs` programs a tile and piece over heads (B * H) and segments, at most
-    `MOST_CHUNKS` chunks.
+    """Chunks a segment, at most `MOST_CHUNKS`.
+
+    Heads (B * H) times segments of a piece are about a multiple of `programs`, which run at once: the smallest that
+    keeps them busy.
 
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
     """
-    filling = pieces * -(-programs // max(heads, 1))
+    least, most = max(1, programs // max(heads, 1)), 4 * -(-programs // max(heads, 1))
+    filling = pieces * max(range(least, most + 1), key=lambda n: _filled(n * heads, programs))
     segments = max(1, min(n_chunks, max(filling, -(-n_chunks // MOST_CHUNKS))))
     return max(1, -(-n_chunks // segments))
 
 
+def _filled(n: int, programs: int) -> float:
+    """The share of time that n programs keep all busy, if so many run at once; nine tenths are enough."""
+    return min(0.9, n / (-(-n // programs) * programs)) if n else 0.9
+
+
 def pieces(tiles: Tiles, n_chunks: int, heads: int, K: int, V: int) -> int:
-    """Pieces of the tokens that gradients of shared keys go through: one if all states at the edges of chunks are few."""
+    """Pieces of the tokens that gradients of shared keys go through: one if states at the edges of chunks are few."""
     if tiles.shared is None:
         return 1
     states = 4 * n_chunks * heads * K * V

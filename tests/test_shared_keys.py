@@ -1,0 +1,62 @@
+"""Gradients where heads share keys, chunk by chunk over heads, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.testing.cases import Shape
+from flexsp.testing.compare import relative_error
+from flexsp.testing.ranks import run_ranks
+from tests.harness.diagonal import MANY_SEGMENTS, SOME_SEGMENTS, Run, check_runs, one_walk, shared_keys
+from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.marks import slow
+
+FEW_PROGRAMS, MANY_PROGRAMS = 1, 1000  # all heads of a group in one program, and each in one of its own
+BOUNDS = (0, 0, 3, 39, 39, 50, 69, 69)
+
+
+@pytest.mark.parametrize(
+    ("programs", "pieces"), [(FEW_PROGRAMS, 1), (MANY_PROGRAMS, 3), *slow((FEW_PROGRAMS, 3), (MANY_PROGRAMS, 1))]
+)
+def test_of_mamba2(programs: int, pieces: int) -> None:
+    """Chunks and pieces that are not whole, more than one sequence, documents, half precision, other strides."""
+    K, V = random.choice([(18, 5), (5, 20), (16, 17)])
+    segments = random.choice([SOME_SEGMENTS, MANY_SEGMENTS])
+    run, how = Run("mamba2_groups", Shape(B=2, T=73, H=4, K=K, V=V, states=2)), {"shared": (programs, pieces)}
+    check_runs(
+        Run("mamba2_groups", run.shape, segments=segments, **how),
+        Run("mamba2_groups", Shape(B=1, T=69, H=4, K=V, V=K, states=7), bounds=BOUNDS, segments=segments, **how),
+        Run("mamba2_groups", Shape(B=1, T=45, H=4, K=K, V=V), torch.bfloat16, strided=True, **how),
+        Run("mamba2", Shape(B=1, T=45, H=3, K=K, V=V), torch.float16, bounds=(0, 20, 45), **how),
+    )
+
+
+def by_gates(sp: Any, seed: int, pieces: int) -> dict[str, list[float]]:
+    """Errors of gradients beside those with a key for each head, in float64."""
+    from flexsp.kernels.diagonal.op import diagonal
+
+    made, errors = torch.Generator().manual_seed(seed), {}
+    shapes = {"q": (1, 101, 2, 18), "k": (1, 101, 2, 18), "v": (1, 101, 6, 7), "g": (1, 101, 6), "g_gamma": (6,)}
+    drawn = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
+    drawn |= {"g": -drawn["g"].abs(), "g_gamma": -drawn["g_gamma"].abs()}
+    do = torch.randn(1, 101, 6, 7, generator=made, dtype=torch.float64)
+    for gate in ("", "g", "g_gamma"):
+        exact = {name: drawn[name].clone().requires_grad_() for name in ("q", "k", "v", gate) if name}
+        own = {name: x.repeat_interleave(3, 2) if name in "qk" else x for name, x in exact.items()}
+        diagonal(**own, scale=0.3)[0].backward(do)
+        given = {name: x.detach().float().requires_grad_() for name, x in exact.items()}
+        with one_walk(shared_keys(MANY_PROGRAMS, pieces)), poisoned(SOME_SEGMENTS, 6):
+            diagonal(**given, scale=0.3)[0].backward(do.float())
+        errors[gate] = [float(relative_error(given[x].grad, exact[x].grad)) for x in given]
+    return errors
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_of_other_gates(pieces: int) -> None:
+    """No decay, gates of tokens, gates of heads."""
+    (errors,) = run_ranks(by_gates, 1, random.randrange(2**31), pieces, env=INTERPRETED)
+    assert max(max(x) for x in errors.values()) < 1e-5, errors

@@ -41,7 +41,8 @@ def _configurations() -> list[Any]:
     found = []
     for dtype, K, V, tiles in dict.fromkeys([*all_configs(H200), *all_configs(A100)]):
         dtype = torch.float32 if dtype == torch.float16 else dtype
-        found.append(pytest.param(dtype, K, V, tiles, id=f"{_name(dtype)}-{K}x{V}-chunk{tiles.chunk}"))
+        name = f"{_name(dtype)}-{K}x{V}-chunk{tiles.chunk}{'-shared' if tiles.shared else ''}"
+        found.append(pytest.param(dtype, K, V, tiles, id=name))
     return found
 
 
@@ -53,9 +54,10 @@ def test_every_tile_configuration(
     monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype, K: int, V: int, tiles: Tiles, packed: bool
 ) -> None:
     """Two chunks a segment and several segments, so that every kernel walks, starts and ends in the middle."""
-    assert tiles in [table.choose(dtype, K, V, device) for device in (H200, A100)]
+    chosen = [table.choose(dtype, K, V, device, shared=bool(tiles.shared)) for device in (H200, A100)]
+    assert tiles in chosen
     monkeypatch.setattr(table, "choose", lambda *args: tiles)
-    monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 2)
+    monkeypatch.setattr(table, "segment_length", lambda *args: 2)
     tiling.tiling_of.cache_clear()
     problem = draw(op, T=sum(DOCUMENTS), H=2, K=K, V=V, documents=DOCUMENTS if packed else None)
     try:
@@ -97,7 +99,7 @@ def test_gates_from_zero_to_minus_ten_thousand(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, documents: tuple[int, ...], packed: bool
 ) -> None:
     """Segments of eight chunks, of which the horizon leaves all (head 0) to one (heads 1 and 2) to walk."""
-    monkeypatch.setattr(table, "segment_length", lambda chunks, heads, programs: 8)
+    monkeypatch.setattr(table, "segment_length", lambda *args: 8)
     tiling.tiling_of.cache_clear()
     problem = draw("simple_gla", T=sum(documents), H=4, K=64, V=64, documents=documents if packed else None)
     g = problem.tokens["g"]

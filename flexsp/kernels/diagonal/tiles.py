@@ -9,6 +9,7 @@ and dv have a walk each, and all fits the 99 KiB that a block has on the smalles
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,7 +90,7 @@ def choose(
     if dtype != torch.bfloat16:
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
-    if shared and device.wide_products and not device.tensor_memory and 1 < V <= 128:
+    if shared and device.wide_products and not device.tensor_memory and K <= 128 and 1 < V <= 64:
         found = _shared_tiles(found, bk, bv, device)
     if V == 1:  # queries and keys in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
@@ -119,10 +120,12 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
 
 
 def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device) -> Tiles:
-    """States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v."""
-    values, keys = Tile(bk, bv, 8, 3 if bk * bv <= 128 * 128 else 2), Tile(64, bv, 8 if bv > 64 else 4, 3)
-    states = Tile(min(bk, 64), min(bv, 64), 4, 3)
-    return replace(tiles, shared=SharedTiles(states, values, keys, device.programs, bk // 32))
+    """For values of up to 64: of larger ones the states are so large that walks are as fast.
+
+    States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v.
+    """
+    states, keys = Tile(64, bv, 4, 3), Tile(64, bv, 4, 3)
+    return replace(tiles, shared=SharedTiles(states, Tile(bk, bv, 8, 3), keys, device.programs, bk // 32))
 
 
 def _small_half_tiles(bk: int, bv: int) -> Tiles:
@@ -145,11 +148,10 @@ def _single_tiles(bk: int, bv: int) -> Tiles:
 def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tiles]]:
     """Every distinct choice for a GPU with one (dtype, K, V) that leads to it."""
     seen: dict[Tiles, tuple[torch.dtype, int, int, Tiles]] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        for K in (64, 128, 256):
-            for V in (16, 64, 128, 256):
-                tiles = choose(dtype, K, V, device)
-                seen.setdefault(tiles, (dtype, K, V, tiles))
+    sizes = itertools.product((False, True), (torch.bfloat16, torch.float32), (64, 128, 256), (16, 64, 128, 256))
+    for shared, dtype, K, V in sizes:
+        tiles = choose(dtype, K, V, device, shared=shared)
+        seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())
 
 

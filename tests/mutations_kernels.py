@@ -15,8 +15,8 @@ _ANY_LENGTH = "tests/test_torch_compile.py::test_one_graph_of_all_lengths_and_ba
 _UNUSUAL = "tests/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
-_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
-_SHARED_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
+_OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
+_OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
 _SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
 _ARITHMETIC = "tests/test_triton_private.py::test_quick_arithmetic_is_arithmetic"
 _ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
@@ -254,25 +254,25 @@ KERNELS = [
     *_in(
         "flexsp/kernels/diagonal/shared_grads.py",
         ("(b.to(tl.int64) * kept + c - first_seg * per_seg)", "(c - first_seg * per_seg)",
-         "sequences leave their states in one place", _SHARED),
-        ("reset = last if REVERSE else first", "reset = False", "states of one document enter the next", _SHARED),
-        ("if PACKED and LEFT:", "if False:", "no gradients of initial states of documents", _SHARED),
-        ("tl.minimum(first_head + heads, group * GROUP + GROUP)", "first_head + heads",
-         "the last block goes on with the next group's heads", _SHARED_BLOCKS),
+         "sequences leave their states in one place", _OF_SHARED),
+        ("reset = last if REVERSE else first", "reset = False", "states of one document enter the next", _OF_SHARED),
+        ("if PACKED and LEFT:", "if False:", "no gradients of initial states of documents", _OF_SHARED),
+        ("+ block) * C * C + i[:, None] * C", ") * C * C + i[:, None] * C", "blocks of heads leave scores in one place",
+         _OF_BLOCKS),
         ("tl.join(tl.join(writes, same), tl.join(pairs", "tl.join(tl.join(writes, pairs), tl.join(same",
-         "what tokens read stands where products of values do", _SHARED),
+         "what tokens read stands where products of values do", _OF_SHARED),
         ("through += tl.load(passes + at * TILES + n)", "through = tl.load(passes + at * TILES + n)",
-         "what passes a chunk is that of the last tile of keys", _SHARED),
-        ("tl.where(diagonal, products, 0.0)", "products", "what passes a chunk is of all pairs of columns", _SHARED),
+         "what passes a chunk is that of the last tile of keys", _OF_SHARED),
+        ("tl.where(diagonal, products, 0.0)", "products", "what passes a chunk is of all pairs of columns", _OF_SHARED),
         ("+ tl.cumsum(read, axis=0, reverse=True)", "+ tl.sum(read, axis=0)", "tokens before a gate read past it",
-         _SHARED),
-        ("tl.trans(ds), qc", "ds, qc", "dk takes what queries read as what keys do", _SHARED),
+         _OF_SHARED),
+        ("tl.trans(ds), qc", "ds, qc", "dk takes what queries read as what keys do", _OF_SHARED),
     ),
     *_in(
         "flexsp/kernels/diagonal/shared_plan.py",
         ("range(0, self.plan.n_seg, self._segments)", "range(0, 1, self._segments)", "one piece of the tokens only",
-         _SHARED_BLOCKS),
-        ("first_chunk = first * p.per_seg", "first_chunk = first", "pieces begin at chunks of others", _SHARED_BLOCKS),
+         _OF_BLOCKS),
+        ("first_chunk = first * p.per_seg", "first_chunk = first", "pieces begin at chunks of others", _OF_BLOCKS),
     ),
     *_in(
         "flexsp/kernels/diagonal/step_sizes.py",

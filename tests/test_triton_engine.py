@@ -388,6 +388,7 @@ def test_empty_shards(lengths: tuple[int, ...]) -> None:
         Shards(random.choice(["simple_gla_gamma", "linear_attn"]), lengths, B=2),
         Shards("simple_gla", lengths, (sum(lengths) - 3, 0, 3)),
         Shards("mamba2", lengths, (sum(lengths) - 3, 0, 3), H=2),
+        Shards("mamba2", lengths, (sum(lengths) - 3, 0, 3), H=2, dtype=torch.bfloat16),
     )
 
 
@@ -403,6 +404,7 @@ DOCUMENTS = [
 def test_documents_across_ranks(lengths: tuple[int, ...]) -> None:
     plans = [Shards("simple_gla", lengths, each, segments=random.choice([ONE_SEGMENT, 2, 256])) for each in DOCUMENTS]
     check_shards(*plans, Shards("linear_attn", lengths, DOCUMENTS[2]), Shards("mamba2", lengths, DOCUMENTS[3], H=2))
+    check_shards(Shards("mamba2", lengths, DOCUMENTS[2], H=2, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "compile"])

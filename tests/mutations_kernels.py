@@ -272,7 +272,8 @@ KERNELS = [
         "flexsp/kernels/diagonal/shared_plan.py",
         ("range(0, self.plan.n_seg, self._segments)", "range(0, 1, self._segments)", "one piece of the tokens only",
          _OF_BLOCKS),
-        ("first_chunk = first * p.per_seg", "first_chunk = first", "pieces begin at chunks of others", _OF_BLOCKS),
+        ("first_chunk = first * p.per_seg", "first_chunk = first", "pieces begin at chunks of others",
+         "tests/test_shared_keys.py::test_of_other_gates[2]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/step_sizes.py",

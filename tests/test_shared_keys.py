@@ -40,10 +40,10 @@ def by_gates(sp: Any, seed: int, pieces: int) -> dict[str, list[float]]:
     from flexsp.kernels.diagonal.op import diagonal
 
     made, errors = torch.Generator().manual_seed(seed), {}
-    shapes = {"q": (1, 101, 2, 18), "k": (1, 101, 2, 18), "v": (1, 101, 6, 7), "g": (1, 101, 6), "g_gamma": (6,)}
+    shapes = {"q": (1, 150, 2, 18), "k": (1, 150, 2, 18), "v": (1, 150, 6, 7), "g": (1, 150, 6), "g_gamma": (6,)}
     drawn = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
     drawn |= {"g": -drawn["g"].abs(), "g_gamma": -drawn["g_gamma"].abs()}
-    do = torch.randn(1, 101, 6, 7, generator=made, dtype=torch.float64)
+    do = torch.randn(1, 150, 6, 7, generator=made, dtype=torch.float64)
     for gate in ("", "g", "g_gamma"):
         exact = {name: drawn[name].clone().requires_grad_() for name in ("q", "k", "v", gate) if name}
         own = {name: x.repeat_interleave(3, 2) if name in "qk" else x for name, x in exact.items()}

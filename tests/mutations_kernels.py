@@ -180,7 +180,7 @@ KERNELS = [
          "dg of short chunks has nothing of what passes them", _DELTA_GATED),
         ("to_k = to_k * -power(bc)[:, None]", "to_k = to_k * power(bc)[:, None]", "dk has the wrong sign", _DELTA_GATED),
         ("to_q += own[:, None] * pc.to(tl.float32)", "to_q += 0.0", "a query does not read its own token", _DELTA_ALL),
-        ("        by_keys = ~by_errors(gain, at, length, w)\n", "", "steps of keys that are alike have gradients that cancel",
+        ("by_keys = ~by_errors(gain, at, length, w)", "by_keys = i >= 0", "steps of keys that are alike have gradients that cancel",
          _STEPS + "[gated]"),
     ),
     *_in(

@@ -34,6 +34,7 @@ _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates 
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
 _MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
 _REPEATED = "tests/test_reflections.py::test_against_token_loops"
+_STEPS = "tests/test_reflections.py::test_gradients_of_steps"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -179,6 +180,8 @@ KERNELS = [
          "dg of short chunks has nothing of what passes them", _DELTA_GATED),
         ("to_k = to_k * -power(bc)[:, None]", "to_k = to_k * power(bc)[:, None]", "dk has the wrong sign", _DELTA_GATED),
         ("to_q += own[:, None] * pc.to(tl.float32)", "to_q += 0.0", "a query does not read its own token", _DELTA_ALL),
+        ("by_keys = ~by_errors(gain, at, length, w)", "by_keys = i >= 0", "steps of keys that are alike have gradients that cancel",
+         _STEPS + "[gated]"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",
@@ -418,6 +421,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/exact.py",
+        ("(tl.abs(beta) > LEAST_BETA)", "(tl.abs(beta) >= 0.0)", "a step of 0 divides", _STEPS + "[gated]"),
+        ("ALIKE = tl.constexpr(1 / 3)", "ALIKE = tl.constexpr(2.0)", "no keys are alike", _STEPS + "[kda]"),
         (") & (c < c1)).to(tl.int32)", ")).to(tl.int32)", "all last segments are done token by token",
          "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("2 * asked >= tokens", "64 * asked >= tokens", "a few tokens that repeat make a text slow",

@@ -23,7 +23,7 @@ from flexsp.testing.compare import (
 from flexsp.testing.ranks import run_ranks
 from tests.harness.generated import MANY_SEGMENTS, differentiated
 from tests.harness.interpreted import INTERPRETED, poisoned
-from tests.harness.keys import NAMES, Keys, inverse_of_alike, wrong
+from tests.harness.keys import BOUND, NAMES, Keys, error_of_steps, inverse_of_alike, wrong
 from tests.harness.keys_of_programs import RWKV7, Own
 from tests.marks import quick
 
@@ -88,6 +88,18 @@ def judged(sp: Any, cases: list[Keys], seed: int) -> None:
 def test_steps_that_do_not_reflect(name: str, seed: int) -> None:
     """With beta up to 1 such keys stay in chunks, and round as those do."""
     run_ranks(judged, 1, [Keys(name, 0, 0.7), Keys(name, 1, 1.0)], seed, env=INTERPRETED)
+
+
+def steps_off(sp: Any, keys: Keys, seed: int) -> float:
+    with poisoned(keys.segments, keys.H):
+        return error_of_steps(keys, seed)
+
+
+@pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated", "kda"))
+def test_gradients_of_steps(name: str, seed: int) -> None:
+    """With one key that nearly all of a state's gradient is orthogonal to: dbeta is as exact as dv."""
+    (found,) = run_ranks(steps_off, 1, Keys(name, 1, 1.0, T=128, V=32, gate=0.0), seed, env=INTERPRETED)
+    assert found <= BOUND
 
 
 @pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated"))

@@ -16,8 +16,8 @@ from flexsp.ops import _programs, chunk_gated_delta_product, chunk_gated_delta_r
 from flexsp.testing.cases import PROGRAM_CASES, Shape
 from flexsp.testing.compare import WIDE, low_precision, relative_error
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
+from tests.harness.keys import BOUND, Keys, drawn, error_of_steps, inverse_of_alike, passes, unlike, wrong
 from tests.harness.keys import NAMES as RULES
-from tests.harness.keys import Keys, drawn, inverse_of_alike, passes, unlike, wrong
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 
@@ -132,6 +132,14 @@ def test_keys_of_a_small_vocabulary(name: str, beta: float, size: tuple[int, int
     cases.append(Keys(name, 4, T=1000, bounds=(0, 61, 61, 700, 1000), **given))
     found = [f"{keys}: {x}" for keys in cases for x in wrong(keys, seed, device="cuda")]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("V", [16, 64, 128])
+@pytest.mark.parametrize("name", ["delta", "gated", "kda"])
+@pytest.mark.usefixtures("poisoned")
+def test_gradients_of_steps(name: str, V: int, seed: int) -> None:
+    """One key with beta 1: dbeta is as exact as dv, of kernels in Triton and in Gluon."""
+    assert error_of_steps(Keys(name, 1, 1.0, T=500, K=max(64, V), V=V, gate=0.0), seed, "cuda") <= BOUND
 
 
 @pytest.mark.parametrize("gluon", [False, True])

@@ -211,6 +211,29 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
     return found
 
 
+def error_of_steps(keys: Keys, seed: int, device: str = "cpu") -> float:
+    """How far the first head's gradient of beta is from products of errors, by a token loop in float64, and the call's
+    own dv, which do not say how that of beta 0 is."""
+    given, made = keys.inputs(seed), torch.Generator().manual_seed(seed + 1)
+    given["beta"][:, 5] = 0.0
+    cotangents = torch.randn(1, keys.T, keys.H, keys.V, generator=made).to(keys.dtype), torch.randn(
+        given["initial_state"].shape, generator=made
+    )
+    leaves = {x: y.to(device).requires_grad_() for x, y in given.items()}
+    grads = torch.autograd.grad(keys.call(leaves), [*leaves.values()], [x.to(device) for x in cotangents])
+    got = {x: y.cpu().double() for x, y in zip(leaves, grads, strict=True)}
+    assert got["beta"].isfinite().all()
+    k, v, beta = (given[x].detach()[0, :, 0].double() for x in ("k", "v", "beta"))
+    state, errors = given["initial_state"].detach()[0, 0].double(), torch.empty_like(v)
+    for t in range(keys.T):
+        if "g" in given:
+            state = given["g"].detach()[0, t, 0].double().exp().reshape(-1, 1) * state
+        errors[t] = v[t] - k[t] @ state
+        state = state + beta[t] * torch.outer(k[t], errors[t])
+    want = (errors * got["v"][0, :, 0]).sum(-1) / beta
+    return relative_error(got["beta"][0, beta != 0, 0], want[beta != 0])
+
+
 def inverse_of_alike(
     sp: Any, seed: int, K: int = 64, device: str = "cpu", gluon: bool = False
 ) -> tuple[float, float, int]:  # fmt: skip

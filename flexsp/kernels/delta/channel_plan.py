@@ -57,6 +57,7 @@ class ChannelPlan(DeltaPlan):
             Buffer("@sizes", Role.SAVED, torch.int32, (*chunks, -(-p.K // p.tiles.channel_scores.cols))),
             Buffer("@decay", Role.SAVED, _F32, (*chunks, p.K)),
             Buffer("@kept", Role.SCRATCH, _F32, (*chunks, p.K)),
+            Buffer("@errors", Role.SCRATCH, _F32, (*chunks, C)),
             Buffer("@dbeta", Role.SCRATCH, _F32, (-(-p.K // p.tiles.channel_grads.cols), p.B, p.T, p.H)),
             Buffer("@parts", Role.SCRATCH, _F32, (*chunks, 2 * C, p.K)),
             Buffer("@dwrites", Role.SCRATCH, half, (*chunks, 2 * C, p.K)),
@@ -98,23 +99,24 @@ class ChannelPlan(DeltaPlan):
         around = ["@entering", "@leaving", "@v_new"]
         width = t.channel_width
         in_place, large_only = width >= p.V >= 2 * t.chunk, self.small_gates is not None
+        errors = "@errors" if self.rounds else None
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
         rows = p.V if in_place else 2 * t.chunk
         parts = self.kernel_launch(
             "channel_parts", t.channel_parts, (p.n_chunks, p.B * p.H, 1),
             [
                 "do", "@inverse", "@v_new", None if large_only else "@dv_new", *around[:2], self.skipped, "d_v",
-                "@kept", *left,
+                "@kept", errors, *left,
             ],
-            [*([] if large_only else ["d_v"]), "@kept", *left], ["do"], in_place=around, BV=width, ROWS=rows,
-            LARGE_ONLY=large_only, SKIPS=self.skipped is not None,
+            [*([] if large_only else ["d_v"]), *named("@kept", errors), *left], ["do"], in_place=around, BV=width,
+            ROWS=rows, LARGE_ONLY=large_only, SKIPS=self.skipped is not None,
         )  # fmt: skip
         to_beta = gradient_of(self.beta)
         panels = -(-p.K // t.channel_grads.cols)
         made = [*self.to_keys, to_beta if panels == 1 else "@dbeta", gradient_of(str(self.gate))]
         grads = self.kernel_launch(
             "channel_grads", t.channel_grads, (p.n_chunks, p.B * p.H, panels),
-            [*names, "@blocks", "@sizes", self.skipped, "@kept", *left, *made], made, names,
+            [*names, "@blocks", "@sizes", self.skipped, self.gain, "@kept", errors, *left, *made], made, names,
             SIZED=t.channel_scores.cols, ROWS=rows, SKIPS=self.skipped is not None,
         )  # fmt: skip
         return [*self.exact_gradients(part, made[2], made[3], panels), parts, grads]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.delta.exact import by_errors
 from flexsp.kernels.delta.wy_transform import load_numbers, store_gain, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
@@ -279,14 +280,15 @@ def _chunk(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_parts(
-    do, inverse, v_new, dv_new, entering, leaving, skipped, dv, kept, parts, dwrites, dpairs, table, do_sb, do_st,
-    do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
+    do, inverse, v_new, dv_new, entering, leaving, skipped, dv, kept, errors, parts, dwrites, dpairs, table, do_sb,
+    do_st, do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
     C: tl.constexpr, ROWS: tl.constexpr, LARGE_ONLY: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V], and what `channel_grads` goes on with: for each chunk ROWS rows of `parts`, gradients of scale
     q e^b and then of k e^b [C, K], of `dwrites`, those of beta k e^{b_C - b} [C, K], and of `dpairs`, those of scores,
-    with scale, and then of G [C, C]; and kept [.., K], products of the states around the chunk, summed.
+    with scale, and then of G [C, C]; kept [.., K], products of the states around the chunk, summed; and in bf16 errors
+    [.., C], those of N and dV.
 
     These may be the memory of entering, leaving and v_new, which have V = ROWS rows a chunk then, where BV >= V.
     """
@@ -318,6 +320,8 @@ def channel_parts(
             store_rows(dv, y, H * V, length, v0, C, V, BV)
         of_scores += mm(oc, N, DOT, PREC)
         of_pairs -= mm(y, N, DOT, PREC)
+    if tl.bfloat16 == DOT:
+        tl.store(errors + at * C + i, -tl.sum(tl.where(i[:, None] == i[None, :], of_pairs, 0.0), axis=1))
     tl.debug_barrier()  # all of N is read before it is written over
     tl.store(square, tl.where(i[:, None] >= i[None, :], of_scores * scale, 0.0).to(dpairs.dtype.element_ty))
     tl.store(square + C * C, tl.where(i[:, None] > i[None, :], of_pairs, 0.0).to(dpairs.dtype.element_ty))
@@ -360,8 +364,8 @@ def _exact_sums(ones, x, DOT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, blocks, sizes, skipped, kept, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh,
-    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
+    q, k, g, beta, blocks, sizes, skipped, gain, kept, errors, parts, dwrites, dpairs, dq, dk, dbeta, dg, table, q_sb,
+    q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, n_chunks, scale, K: tl.constexpr,
     COLS: tl.constexpr, SIZED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, SKIPS: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -432,4 +436,10 @@ def channel_grads(
     written += sum_over(part * kc, 1)
     store_rows(dk + to, to_k + part * beta_c[:, None], H * K, length, k0, C, K, COLS)
     at_token = ((tl.program_id(2) * (tl.num_programs(1) // H) + b) * T + start + i) * H + h
-    tl.store(dbeta + at_token, written.to(dbeta.dtype.element_ty), mask=i < length)
+    by_keys = i < length
+    if tl.bfloat16 == DOT:
+        chosen = by_errors(gain, at, length, beta_c)
+        by_keys = by_keys & ~chosen
+        found = tl.load(errors + at * C + i, mask=chosen & (k0 == 0), other=0.0) / tl.where(chosen, beta_c, 1.0)
+        tl.store(dbeta + at_token, found.to(dbeta.dtype.element_ty), mask=chosen)
+    tl.store(dbeta + at_token, written.to(dbeta.dtype.element_ty), mask=by_keys)

@@ -66,12 +66,12 @@ class DeltaPlan(ExactPlan):
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
             "@exact": (torch.int32, chunks),
+            "@gain": (_F32, chunks),
         }
         scratch: dict[str, Layout] = {
             "@dstates": (_F32, of_segments),
             "@edges": (_F32, edges),
             "@dedges": (_F32, edges),
-            "@gain": (_F32, chunks),
             "@scratch": (_F32, self.exact_scratch),
             "@entering": (half, (*held, p.V, p.K)),
             "@leaving": (half, (*held, p.V, p.K)),
@@ -246,7 +246,8 @@ class DeltaPlan(ExactPlan):
     def _grads(self, part: Part) -> list[LaunchSpec]:
         """Gradients of the chunks of a part, from what its walks keep."""
         p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "d_v", "@parts"]
-        pointers = [*names, "@chunk_beta", "@inverse", "@v_new", "@dv_new", self.gates, "@entering", "@leaving"]
+        pointers = [*names, "@chunk_beta", "@inverse", "@v_new", "@dv_new", self.gates, self.gain]
+        pointers += ["@entering", "@leaving"]
         spec = self.kernel_launch(
             "grads", how, (p.n_chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
             BK=how.cols, BV=p.tiles.values_of_grads,

@@ -27,6 +27,10 @@ beta 2 one key has 126, 32 keys of 128 channels 4 to 5, and 1000 keys 1.0 to 1.3
 
 It is not lower because this walk is slow. On an H100 a gated rule in bf16 with 65,536 tokens and 32 heads of 128 x 128
 takes 39 ms instead of 2 forward, and 230 ms instead of 8 with its gradients."""
+ALIKE = tl.constexpr(1 / 3)
+"""Of the same sum: beyond it dbeta is <e, dv> / beta. Otherwise <dp, k> is more exact, whose terms cancel less then.
+With beta up to 1 random keys of 128 channels have 0.25 at most, one key 0.35 to 1 (docs/math.md, section 7)."""
+LEAST_BETA = tl.constexpr(2.0**-40)
 GROUP_OF_CHUNKS = tl.constexpr(8)
 _MANY = tl.constexpr(128)
 _ALONE = tl.constexpr(2)  # in `small_gates`: neither kernels for small gates nor those for large ones
@@ -58,6 +62,12 @@ def choose(
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)
         if SMALL_GATES:
             tl.store(small_gates + row * n_chunks + c, tl.full([_MANY], _ALONE, tl.int32), mask=(c < c1) & (found != 0))
+
+
+@triton.jit
+def by_errors(gain, at, length, beta):
+    """Of a chunk's tokens with these beta, those whose dbeta is <e, dv> / beta."""
+    return (tl.load(gain + at) > ALIKE * length) & (tl.abs(beta) > LEAST_BETA)
 
 
 @triton.jit

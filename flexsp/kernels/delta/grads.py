@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.delta.exact import by_errors
 from flexsp.kernels.delta.tokens import load_tokens, of_gates, store_tokens
 from flexsp.kernels.delta.walks import load_gates
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_rows, load_state, mm, power, store_rows
@@ -13,7 +14,7 @@ from flexsp.runtime.launch import begin
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
-    q, k, do, chunk_beta, inverse, v_new, dv_new, gates, entering, leaving, dq, dk, dv, parts, table,
+    q, k, do, chunk_beta, inverse, v_new, dv_new, gates, gain, entering, leaving, dq, dk, dv, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
@@ -55,6 +56,12 @@ def grads(
         pairs += mm(y, N, DOT, PREC)
         to_k += mm(y, S, DOT, PREC)
     own = tl.sum(tl.where(i[:, None] == i[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
+    part = parts + (tile * tl.num_programs(1) + row) * n_chunks * C + c * C + i
+    if tl.bfloat16 == DOT:  # stored at once, and as the diagonal that it is: sums would take registers
+        chosen = by_errors(gain, at, length, w)
+        of_errors = tl.where(tile == 0, pairs / tl.where(chosen, w, 1.0)[:, None], 0.0)
+        place = part[:, None] + tl.zeros([C, C], tl.int32)
+        tl.store(place, of_errors, mask=(i[:, None] == i[None, :]) & chosen[:, None])
     below = i[:, None] > i[None, :]
     decay = tl.where(below, 1.0, 0.0)
     if GATED:
@@ -90,8 +97,10 @@ def grads(
     by_pairs += mm(tl.trans(pairs), kc, DOT, PREC)
     sums -= tl.sum(by_pairs * pc.to(tl.float32), axis=1)
     to_p += by_pairs + own[:, None] * qc.to(tl.float32)
-    part = parts + (tile * tl.num_programs(1) + row) * n_chunks * C + c * C + i
-    tl.store(part, tl.sum(to_p * kc.to(tl.float32), axis=1))
+    by_keys = i >= 0
+    if tl.bfloat16 == DOT:
+        by_keys = ~by_errors(gain, at, length, w)
+    tl.store(part, tl.sum(to_p * kc.to(tl.float32), axis=1), mask=by_keys)
     store_rows(dk + ((b * T + start) * H + h) * K, to_k + to_p * w[:, None], H * K, length, k0, C, K, BK)
     if GATED:
         of_gates = (TILES * n_chunks * C).to(tl.int64) * tl.num_programs(1)

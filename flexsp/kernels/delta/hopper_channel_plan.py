@@ -87,7 +87,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         made = [*self.to_keys, "@dbeta", gradient_of(str(self.gate))]
         small = self.kernel_launch(
             "small_gate_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
-            [*names, "d_v", "@v_new", "@entering", "@leaving", "@small_gates", *made], made, names,
+            [*names, "d_v", "@v_new", "@entering", "@leaving", "@small_gates", self.gain, *made], made, names,
             PARTS=64 // p.tiles.channel_grads.cols,
         )  # fmt: skip
         return [small, *ChannelPlan._grads(self, part)]

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
 from flexsp.kernels.delta.hopper import (
     arrived,
     begin,
@@ -219,8 +220,8 @@ def channel_scores(
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, do, dv, v_new, entering, leaving, small_gates, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
-    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    q, k, g, beta, do, dv, v_new, entering, leaving, small_gates, gain, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
@@ -264,6 +265,13 @@ def channel_grads(
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
     of_scores, of_pairs = warpgroup_mma_wait(0, [begun(of_o, v_new_s, C), begun(of_y, v_new_s, C)])
+    dbeta += ((tile * PARTS * (gl.num_programs(1) // H) + b) * T + start) * H + h
+    if gl.load(gain + at) > ALIKE * length:  # stored at once, and as the diagonal that it is: sums would take registers
+        step = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
+        step = step.to(gl.float32)
+        of_errors = (i[:, None] == j[None, :]) & (gl.abs(step) > LEAST_BETA)[:, None]
+        place = dbeta + (i * H)[:, None] + j[None, :] * 0
+        gl.store(place, gl.where(tile == 0, of_pairs / step[:, None], 0.0), mask=of_errors)
     of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
     of_pairs = gl.where(i[:, None] > j[None, :], -of_pairs, 0.0)
     size, unit = _size(of_scores, of_pairs)  # gradients may be small, and decays make them smaller: in units of size
@@ -303,8 +311,10 @@ def channel_grads(
     sums += ke_s.load(CK).to(gl.float32) * to_k
     sums -= pe_s.load(CK).to(gl.float32) * to_p
     to_p = to_p * to_middle.load(CK) * size
-    part = dbeta + ((tile * PARTS * (gl.num_programs(1) // H) + b) * T + start + rows) * H + h
-    gl.store(part, gl.sum(to_p * ks.load(CK).to(gl.float32), axis=1), mask=rows < length)
+    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(beta_c) > LEAST_BETA)
+    to_beta = gl.sum(to_p * ks.load(CK).to(gl.float32), axis=1)
+    part = dbeta + rows * H
+    gl.store(part, to_beta, mask=(rows < length) & ~by_errors)
     for n in gl.static_range(1, PARTS):
         skipped = gl.num_programs(1).to(gl.int64) * T * n
         gl.store(part + skipped, gl.zeros([C], gl.float32, gl.SliceLayout(1, CK)), mask=rows < length)

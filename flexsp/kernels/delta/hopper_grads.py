@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
 from flexsp.kernels.delta.hopper import (
     arrived,
     begin,
@@ -28,7 +29,7 @@ __all__ = ["grads"]
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks", "before", "held"])
 def grads(
-    q, k, do, dv, chunk_beta, v_new, gates, entering, leaving, dq, dk, parts, table,
+    q, k, do, dv, chunk_beta, v_new, gates, gain, entering, leaving, dq, dk, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, before, held, scale,
     K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
     GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
@@ -83,6 +84,11 @@ def grads(
     reads, pairs = warpgroup_mma_wait(3, [reads, pairs])
     own = gl.sum(gl.where(i[:, None] == j[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
     own = gl.convert_layout(own, gl.SliceLayout(1, CK))
+    of_errors = gl.sum(gl.where(i[:, None] == j[None, :], pairs, 0.0), axis=1)
+    of_errors = gl.convert_layout(of_errors, gl.SliceLayout(1, CK))
+    part = parts + (tile * gl.num_programs(1) + row) * n_chunks * C + c * C
+    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
+    gl.store(part + r, gl.where(tile == 0, of_errors / w, 0.0), mask=by_errors)  # no register is left to keep it in
     reads_s = shared(reads * decay * scale)
     pairs_s = shared(pairs * -decay)
     if GATED:
@@ -115,8 +121,8 @@ def grads(
     to_q += own[:, None] * pc
     store_tokens(dq + (b * (T // STEPS) * H + h) * K + k0, to_q, start, length, C, BK, H * K, STEPS)
     to_p += by_pairs + own[:, None] * qc
-    part = parts + (tile * gl.num_programs(1) + row) * n_chunks * C + c * C
-    gl.store(part + r, gl.sum(to_p * kc, axis=1))
+    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
+    gl.store(part + r, gl.sum(to_p * kc, axis=1), mask=~by_errors)
     to_k += to_p * w[:, None]
     store(dk + ((b * T + start) * H + h) * K + k0, to_k, length, C, BK, H * K)
     if GATED:

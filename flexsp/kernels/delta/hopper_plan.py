@@ -126,7 +126,7 @@ class HopperPlan(DeltaPlan):
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "@parts"]
-        pointers = [*names, "d_v", "@chunk_beta", "@v_new", self.gates, "@entering", "@leaving"]
+        pointers = [*names, "d_v", "@chunk_beta", "@v_new", self.gates, self.gain, "@entering", "@leaving"]
         spec = self.kernel_launch(
             "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
             counts={"before": part.chunks_before}, BK=how.cols,

@@ -10,17 +10,14 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import transformed
-from flexsp.comm.group import resolve_sp
+from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, checks_wanted, fail
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = [
     "accumulation_dtype",

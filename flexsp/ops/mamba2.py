@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal, ssd
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.scan.tokens import without_tail
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["mamba2_ssd"]
 

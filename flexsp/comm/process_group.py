@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm import watchdog
+from flexsp.comm.derivatives import ON_ONE_RANK, first_only
 from flexsp.comm.ranks import Ranks, ranks_of
 from flexsp.comm.signature import Signature, digest, poison, raised
 from flexsp.comm.tracing import outside_graphs
@@ -36,6 +37,7 @@ __all__ = [
     "lengths_for",
     "lost_peer",
     "of_all_ranks",
+    "over_ranks",
     "peer_errors",
     "post",
     "wait_all",
@@ -59,6 +61,40 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flexsp::{name}", fake, lib=_library)
     return getattr(torch.ops.flexsp, name).default
+
+
+def over_ranks(
+    x: torch.Tensor, sp: Ranks, run: tuple[Any, ...], adjoint: tuple[Any, ...], what: str, instead: str = ON_ONE_RANK
+) -> torch.Tensor:
+    """An operator of `define_op` on x, differentiable. Recorded on every rank in grad mode, whether x needs it or not.
+
+    Args:
+        run: the operator, and its arguments behind x, but for the last two, ``order`` and ``sp_id``.
+        adjoint: the same of its adjoint.
+        what, instead: as of `first_only`.
+    """
+    return _OverRanks.apply(x, sp.anchor, run, adjoint, sp.id, (what, instead))
+
+
+class _OverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, run: Any, adjoint: Any, *how: Any) -> torch.Tensor:
+        (op, *arguments), (sp_id, _) = run, how
+        ctx.adjoint, ctx.how = adjoint, how
+        # Nothing is needed, but only a node that saves a tensor makes checkpointing recompute up to and including it.
+        ctx.save_for_backward(anchor)
+        found = op(x, *arguments, ranks_of(sp_id).order, sp_id)
+        ctx.number = ranks_of(sp_id).number()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (op, *arguments), (sp_id, refusal) = ctx.adjoint, ctx.how
+        first_only(*refusal)
+        (_,) = ctx.saved_tensors
+        sp = ranks_of(sp_id)
+        with sp.answering(ctx.number):
+            return op(grad, *arguments, sp.order, sp_id), None, None, None, None, None
 
 
 def group_for(sp: Ranks, tensor: torch.Tensor) -> dist.ProcessGroup | None:

@@ -23,7 +23,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,41 +199,34 @@ def assembler_for(arch: int) -> Any:
 
 
 @contextmanager
-def assembling_with(tool: Any, arch: int) -> Iterator[None]:
+def _choosing(what: str, value: Any) -> Iterator[None]:
+    """Has this thread's compiler do something otherwise: `what` is an attribute of `_here`."""
+    with _lock:
+        _let_threads_choose()
+    setattr(_here, what, value)
+    try:
+        yield
+    finally:
+        setattr(_here, what, None)
+
+
+def assembling_with(tool: Any, arch: int) -> AbstractContextManager[None]:
     """Has Triton assemble with another ptxas in this thread."""
     from triton.backends.nvidia import compiler
 
     assembler_for(arch)
     compiler.get_ptxas_version(arch)  # which Triton remembers, is that of its own
-    _here.tool = tool
-    try:
-        yield
-    finally:
-        _here.tool = None
+    return _choosing("tool", tool)
 
 
-@contextmanager
-def assembling_by(assemble: Callable[[str, Callable[[str], bytes]], bytes]) -> Iterator[None]:
+def assembling_by(assemble: Callable[[str, Callable[[str], bytes]], bytes]) -> AbstractContextManager[None]:
     """Kernels that this thread compiles for NVIDIA GPUs are what `assemble` gives for PTX and Triton's assembling."""
-    with _lock:
-        _let_threads_choose()
-    _here.assemble = assemble
-    try:
-        yield
-    finally:
-        _here.assemble = None
+    return _choosing("assemble", assemble)
 
 
-@contextmanager
-def editing_llvm(edit: Callable[[str], str]) -> Iterator[None]:
+def editing_llvm(edit: Callable[[str], str]) -> AbstractContextManager[None]:
     """Kernels that this thread compiles for NVIDIA GPUs have their LLVM text edited, between optimisation and PTX."""
-    with _lock:
-        _let_threads_choose()
-    _here.edit = edit
-    try:
-        yield
-    finally:
-        _here.edit = None
+    return _choosing("edit", edit)
 
 
 def tool(name: str) -> Path:

@@ -13,7 +13,6 @@ from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.kernels.launch_plan import LaunchPlan
 
 if TYPE_CHECKING:
-
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec

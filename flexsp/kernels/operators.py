@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
 
 __all__ = [
-    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes", "outputs", "plain",
-    "run", "serve", "wants_final",
+    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes", "outputs",
+    "plain", "run", "serve", "wants_final",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None

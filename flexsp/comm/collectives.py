@@ -109,14 +109,9 @@ def _run_adjoint(
 
 
 def _run_rows(
-    rows: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    call: str,
-    backward: bool,
-    order: torch.Tensor,
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, backward: bool, order: torch.Tensor,
     sp_id: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     sp, rows = ranks_of(sp_id), rows.contiguous()
     width = f"rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
     begun = begin_call(sp, Signature("exchange of rows", call=call, travels=width, backward=backward), rows)
@@ -151,14 +146,9 @@ def _fake_adjoint(d: torch.Tensor, dim: int, lengths: Sequence[int], order: torc
 
 
 def _fake_rows(
-    rows: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    call: str,
-    backward: bool,
-    order: torch.Tensor,
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, backward: bool, order: torch.Tensor,
     sp_id: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     return rows.new_empty(sum(received), rows.shape[1])
 
 

@@ -46,11 +46,7 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
 
 
 def _pass_on(
-    sp: SequenceParallel,
-    incoming: torch.Tensor,
-    reverse: bool,
-    ready: bool,
-    outgoing: Callable[[], torch.Tensor],
+    sp: SequenceParallel, incoming: torch.Tensor, reverse: bool, ready: bool, outgoing: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """Fill ``incoming`` from one neighbour and send ``outgoing()`` to the other, at once if ``ready``, else after."""
     source, target = sp.neighbours(reverse)

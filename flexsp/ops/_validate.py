@@ -201,12 +201,9 @@ def check_non_negative(name: str, x: torch.Tensor, meaning: str) -> None:
 
 
 def check_cu_seqlens(
-    cu_seqlens: torch.Tensor | None,
-    cu_seqlens_cpu: torch.Tensor | None,
-    x: torch.Tensor,
-    name: str,
+    cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None, x: torch.Tensor, name: str,
     sp: SequenceParallel | None,
-) -> None:
+) -> None:  # fmt: skip
     """Checks that ``x`` [B, T, ...] has as many tokens as `set_lengths` says, and the global document boundaries [N+1],
     which need B = 1. Tokens behind the last boundary belong to no document."""
     if sp is not None:
@@ -252,14 +249,9 @@ def number_of_states(B: int, cu_seqlens: torch.Tensor | None) -> int:
 
 
 def check_state(
-    name: str,
-    state: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dims: str,
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sp: SequenceParallel | None,
-) -> None:
+    name: str, state: torch.Tensor | None, shape: tuple[int, ...], dims: str, x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None,
+) -> None:  # fmt: skip
     if state is None:
         return
     check_tensor(name, state, shape, dims, dtypes=(accumulation_dtype(x),), device=x.device)

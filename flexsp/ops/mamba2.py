@@ -129,14 +129,9 @@ def _heads(x: torch.Tensor, H: int) -> torch.Tensor:
 
 @check.once
 def _check_shapes(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Shapes, dtypes and device; returns (B, H, P, N)."""
     batch, T, H, P = check.check_first("x", x, "[B, T, H, P]")
     check.check_tensor("B", B, None, "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)

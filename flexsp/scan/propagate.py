@@ -362,15 +362,9 @@ def _validate(states: torch.Tensor, transition: Transition, reverse: bool) -> No
 
 
 def _launch(
-    states: torch.Tensor,
-    transition: Transition,
-    reverse: bool,
-    *,
-    sp: SequenceParallel | None = None,
-    call: str = "",
-    folded: torch.Tensor | None = None,
-    seeded: bool = True,
-) -> None:
+    states: torch.Tensor, transition: Transition, reverse: bool, *, sp: SequenceParallel | None = None, call: str = "",
+    folded: torch.Tensor | None = None, seeded: bool = True,
+) -> None:  # fmt: skip
     """One launch: local without ``sp``; with ``folded``, only F_tot (with the initial state where ``seeded``)."""
     B, slots, H, K, V = states.shape
     kind, has_cut = transition.kind, transition.cut is not None

@@ -25,23 +25,9 @@ from flexsp.comm.tracing import outside_graphs
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = [
-    "Call",
-    "Message",
-    "Pending",
-    "begin_call",
-    "check_signature",
-    "compare_text",
-    "define_op",
-    "exchange_ints",
-    "group_for",
-    "lengths_for",
-    "lost_peer",
-    "of_all_ranks",
-    "over_ranks",
-    "peer_errors",
-    "post",
-    "wait_all",
-]
+    "Call", "Message", "Pending", "begin_call", "check_signature", "compare_text", "define_op", "exchange_ints",
+    "group_for", "lengths_for", "lost_peer", "of_all_ranks", "over_ranks", "peer_errors", "post", "wait_all",
+]  # fmt: skip
 
 _TEXT_BYTES = 384
 _FAILED = b"\1"  # first byte of a text that says which ranks disagree

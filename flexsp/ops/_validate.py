@@ -20,27 +20,10 @@ from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, checks_wanted, fail
 
 __all__ = [
-    "accumulation_dtype",
-    "check_cu_seqlens",
-    "check_decay_inputs",
-    "check_first",
-    "check_flag",
-    "check_gate",
-    "check_groups",
-    "check_head_sizes",
-    "check_integer",
-    "check_non_negative",
-    "check_non_positive",
-    "check_qkv",
-    "check_scale",
-    "check_state",
-    "check_tensor",
-    "fail",
-    "number_of_states",
-    "once",
-    "resolve",
-    "same_call",
-]
+    "accumulation_dtype", "check_cu_seqlens", "check_decay_inputs", "check_first", "check_flag", "check_gate",
+    "check_groups", "check_head_sizes", "check_integer", "check_non_negative", "check_non_positive", "check_qkv",
+    "check_scale", "check_state", "check_tensor", "fail", "number_of_states", "once", "resolve", "same_call",
+]  # fmt: skip
 
 _R = TypeVar("_R")
 _KEPT = 256  # answers of each check

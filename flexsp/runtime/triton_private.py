@@ -39,35 +39,12 @@ from flexsp.runtime import tested_versions
 from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
-    "FENCES_COPIES",
-    "RELEASE",
-    "OutOfResources",
-    "PTXASError",
-    "SharedMemory",
-    "Parameter",
-    "assembler_for",
-    "assembling_by",
-    "assembling_with",
-    "compile_kernel",
-    "compiling_to_shared_memory",
-    "current_stream",
-    "current_target",
-    "editing_llvm",
-    "freedom",
-    "gpu_target",
-    "interpreter",
-    "load",
-    "make_launcher",
-    "parameters",
-    "profiled",
-    "record_launches",
-    "runs_gluon",
-    "shipped_assemblers",
-    "starter",
-    "tool",
-    "tool_at",
+    "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "SharedMemory", "Parameter", "assembler_for",
+    "assembling_by", "assembling_with", "compile_kernel", "compiling_to_shared_memory", "current_stream",
+    "current_target", "editing_llvm", "freedom", "gpu_target", "interpreter", "load", "make_launcher", "parameters",
+    "profiled", "record_launches", "runs_gluon", "shipped_assemblers", "starter", "tool", "tool_at",
     "watching_interpreter",
-]
+]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)

@@ -199,21 +199,17 @@ def _graph(function: Callable[..., torch.Tensor], role: str, name: str) -> Graph
         with torch.enable_grad():
             return _Tracer().trace(function)
     except torch.fx.proxy.TraceError as error:
-        raise CompileError(
-            role,
-            name,
-            f"control flow depends on a tensor's value or size; use torch.where, or a Python constant ({error})",
-        ) from error
+        text = f"control flow depends on a tensor's value or size; use torch.where, or a Python constant ({error})"
+        raise CompileError(role, name, text) from error
     except Exception as error:
         if isinstance(error, TypeError) and "item assignment" in str(error):
             raise CompileError(role, name, "assigns to part of a tensor; build it with torch.where or cat") from error
         line = user_line(error, (*_SKIPPED, "<string>")) or "an unknown line"
-        raise CompileError(
-            role,
-            name,
+        text = (
             f"cannot be traced at {line}: {type(error).__name__}: {first_line(error)}; values and sizes of "
-            "tensors are not known yet, so make them with ones_like, zeros_like or identity, and no loop over a size",
-        ) from error
+            "tensors are not known yet, so make them with ones_like, zeros_like or identity, and no loop over a size"
+        )
+        raise CompileError(role, name, text) from error
 
 
 def first_line(error: Exception) -> str:
@@ -561,12 +557,11 @@ def _triangular_inverses(graph: Graph, role: str, name: str) -> None:
             continue
         argument = node.args[0]
         if not (_is(argument, "add", "sub") and _is_unit_lower(argument)):
-            raise CompileError(
-                role,
-                name,
+            text = (
                 f"inverse at {location(node)} is of a matrix that is not seen to be unit lower "
-                "triangular; write (identity(x, n) + y.tril(-1)).inverse() or unit_lower_inverse(...)",
+                "triangular; write (identity(x, n) + y.tril(-1)).inverse() or unit_lower_inverse(...)"
             )
+            raise CompileError(role, name, text)
         with graph.inserting_before(node):
             new = graph.call_function(unit_lower_inverse, (argument,))
         new.meta = dict(node.meta)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from flexsp.comm.derivatives import ON_ONE_RANK, untransformed
 from flexsp.comm.process_group import (
     Call,
+    OverRanks,
     begin_call,
     define_op,
     group_for,
     lengths_for,
     of_all_ranks,
-    over_ranks,
     peer_errors,
 )  # fmt: skip
 from flexsp.comm.ranks import Ranks, ranks_call, ranks_of
@@ -37,7 +37,8 @@ def gather(y: torch.Tensor, dim: int, sp: Ranks) -> torch.Tensor:
     lengths = lengths_for(sp, y.shape[dim])
     if not (y.is_floating_point() or y.is_complex()):
         return _gather(y, dim, lengths, ranks_of(sp.id).order, sp.id)
-    return over_ranks(y, sp, (_gather, dim, lengths), (_gather_adjoint, dim, lengths), "gather", _ALONE)
+    run, adjoint = (_gather, dim, lengths), (_gather_adjoint, dim, lengths)
+    return OverRanks.apply(y, sp.anchor, run, adjoint, sp.id, ("gather", _ALONE))
 
 
 @ranks_call
@@ -57,7 +58,8 @@ def exchange_rows(
     """
     untransformed("calls over ranks", ON_ONE_RANK)
     to, back = list(sent), list(received)
-    return over_ranks(rows, sp, (_rows, to, back, call, False), (_rows, back, to, call, True), call)
+    run, adjoint = (_rows, to, back, call, False), (_rows, back, to, call, True)
+    return OverRanks.apply(rows, sp.anchor, run, adjoint, sp.id, (call, ON_ONE_RANK))
 
 
 def sum_over_ranks(x: torch.Tensor, sp: Ranks) -> torch.Tensor:

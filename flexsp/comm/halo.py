@@ -13,7 +13,7 @@ import torch
 
 from flexsp.comm.derivatives import ON_ONE_RANK, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
-from flexsp.comm.process_group import Message, begin_call, define_op, over_ranks, post, wait_all
+from flexsp.comm.process_group import Message, OverRanks, begin_call, define_op, post, wait_all
 from flexsp.comm.signature import Signature, facts_of
 
 __all__ = ["halo_exchange"]
@@ -41,7 +41,8 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
         return x.new_zeros(x.shape[0], width, *x.shape[2:])
     untransformed(_NAME, ON_ONE_RANK)
     if x.is_floating_point():
-        return over_ranks(x, sp, (_halo, width), (_halo_adjoint, x.shape[1]), _NAME)
+        run, adjoint = (_halo, width), (_halo_adjoint, x.shape[1])
+        return OverRanks.apply(x, sp.anchor, run, adjoint, sp.id, (_NAME, ON_ONE_RANK))
     return _halo(x, width, get_sp(sp.id).order, sp.id)
 
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm import watchdog
-from flexsp.comm.derivatives import ON_ONE_RANK, first_only
+from flexsp.comm.derivatives import first_only
 from flexsp.comm.ranks import Ranks, ranks_of
 from flexsp.comm.signature import Signature, digest, poison, raised
 from flexsp.comm.tracing import outside_graphs
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = [
-    "Call", "Message", "Pending", "begin_call", "check_signature", "compare_text", "define_op", "exchange_ints",
-    "group_for", "lengths_for", "lost_peer", "of_all_ranks", "over_ranks", "peer_errors", "post", "wait_all",
+    "Call", "Message", "OverRanks", "Pending", "begin_call", "check_signature", "compare_text", "define_op",
+    "exchange_ints", "group_for", "lengths_for", "lost_peer", "of_all_ranks", "peer_errors", "post", "wait_all",
 ]  # fmt: skip
 
 _TEXT_BYTES = 384
@@ -49,20 +49,14 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     return getattr(torch.ops.flexsp, name).default
 
 
-def over_ranks(
-    x: torch.Tensor, sp: Ranks, run: tuple[Any, ...], adjoint: tuple[Any, ...], what: str, instead: str = ON_ONE_RANK
-) -> torch.Tensor:
-    """An operator of `define_op` on x, differentiable. Recorded on every rank in grad mode, whether x needs it or not.
+class OverRanks(torch.autograd.Function):
+    """An operator of `define_op` on x, differentiable: ``apply(x, anchor, run, adjoint, sp_id, refusal)``.
 
-    Args:
-        run: the operator, and its arguments behind x, but for the last two, ``order`` and ``sp_id``.
-        adjoint: the same of its adjoint.
-        what, instead: as of `first_only`.
+    The group's `anchor` makes autograd record the node on every rank, whether x needs it or not. `run` is the operator,
+    and its arguments behind x, but for the last two, ``order`` and ``sp_id``; `adjoint` the same of its adjoint.
+    `refusal` is what `first_only` says of second derivatives.
     """
-    return _OverRanks.apply(x, sp.anchor, run, adjoint, sp.id, (what, instead))
 
-
-class _OverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, run: Any, adjoint: Any, *how: Any) -> torch.Tensor:
         (op, *arguments), (sp_id, _) = run, how

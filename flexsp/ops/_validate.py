@@ -102,14 +102,9 @@ def same_call(sp: SequenceParallel | None, op: str, x: torch.Tensor, *signature:
 
 
 def check_tensor(
-    name: str,
-    x: object,
-    shape: tuple[int, ...] | None,
-    dims: str,
-    *,
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    name: str, x: object, shape: tuple[int, ...] | None, dims: str, *, dtypes: tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """``shape`` None checks only the number of dimensions that ``dims`` ("[B, T, H, K]") names."""
     check_dense(name, x, f"a tensor {dims}")
     assert isinstance(x, torch.Tensor)
@@ -242,11 +237,7 @@ def check_state(
         fail(name, "None on every rank but the first of the sequence-parallel group", f"a tensor on rank {sp.rank}")
 
 
-def check_decay_inputs(
-    q: torch.Tensor,
-    g: torch.Tensor | None,
-    g_gamma: torch.Tensor | None,
-) -> None:
+def check_decay_inputs(q: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None) -> None:
     B, T, H, _ = q.shape
     if g is not None and g_gamma is not None:
         fail("g_gamma", "None when g is given", f"both (g_gamma of shape {list(g_gamma.shape)})")

@@ -133,11 +133,9 @@ def needed_by(nodes: Iterable[Any], stop: Collection[Any] = ()) -> set[Any]:
 
 
 def trace(
-    function: Callable[..., torch.Tensor],
-    role: str,
-    known: Collection[str] | None = None,
+    function: Callable[..., torch.Tensor], role: str, known: Collection[str] | None = None,
     numbers: Collection[str] = (),
-) -> Traced:
+) -> Traced:  # fmt: skip
     """Traces one function of a variant, checks its operators and applies the rewrites above.
 
     Args:

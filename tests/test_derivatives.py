@@ -142,9 +142,9 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.operators._Function of the engine on one rank": lambda sp: of_op(False, torch.float32),
     "flexsp.kernels.operators._Function in operators": lambda sp: of_graph("deltanet", sp, torch.float32),
     "flexsp.kernels.operators._Function in PyTorch": lambda sp: of_graph("saturating", None, torch.float64),
-    "flexsp.comm.halo._HaloFunction": of_conv,
-    "flexsp.comm.collectives._GatherFunction": lambda sp: (lambda x: (sp.gather(x * x), [x]))(leaf(1, 3)),
-    "flexsp.comm.collectives._RowsFunction": lambda sp: (
+    "flexsp.comm.process_group.OverRanks": of_conv,
+    "flexsp.comm.process_group.OverRanks that gathers": lambda sp: (lambda x: (sp.gather(x * x), [x]))(leaf(1, 3)),
+    "flexsp.comm.process_group.OverRanks with rows": lambda sp: (
         lambda x: (collectives.exchange_rows(x * x, [2, 1], [2 - sp.rank] * 2, "rows", sp), [x])
     )(leaf(3, 2)),
     "flexsp.nn.attention.blocks._BlocksFunction": lambda sp: (

@@ -4,14 +4,14 @@ of counts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
+from flexsp.comm.derivatives import ON_ONE_RANK, untransformed
 from flexsp.comm.process_group import (
     Call,
+    OverRanks,
     begin_call,
     define_op,
     group_for,
@@ -37,7 +37,8 @@ def gather(y: torch.Tensor, dim: int, sp: Ranks) -> torch.Tensor:
     lengths = lengths_for(sp, y.shape[dim])
     if not (y.is_floating_point() or y.is_complex()):
         return _gather(y, dim, lengths, ranks_of(sp.id).order, sp.id)
-    return _GatherFunction.apply(y, sp.anchor, dim, lengths, sp.id)
+    run, adjoint = (_gather, dim, lengths), (_gather_adjoint, dim, lengths)
+    return OverRanks.apply(y, sp.anchor, run, adjoint, sp.id, ("gather", _ALONE))
 
 
 @ranks_call
@@ -56,7 +57,9 @@ def exchange_rows(
         [sum(received), D], in the order of ranks. In the backward pass gradients go back the same way.
     """
     untransformed("calls over ranks", ON_ONE_RANK)
-    return _RowsFunction.apply(rows, sp.anchor, list(sent), list(received), call, sp.id)
+    to, back = list(sent), list(received)
+    run, adjoint = (_rows, to, back, call, False), (_rows, back, to, call, True)
+    return OverRanks.apply(rows, sp.anchor, run, adjoint, sp.id, (call, ON_ONE_RANK))
 
 
 def sum_over_ranks(x: torch.Tensor, sp: Ranks) -> torch.Tensor:
@@ -102,42 +105,30 @@ def _run_adjoint(
     rows = d_full.movedim(dim, 0).contiguous()
     call = _begin(sp, f"gather along dim {dim}", rows, backward=True)
     received = rows.new_empty(sp.world_size, lengths[sp.rank], *rows.shape[1:])
-    row = rows.shape[1:].numel() * rows.element_size()
     if rows.numel() > 0:
-        with peer_errors(sp, None, "all_to_all"):
-            dist.all_to_all_single(
-                _bytes(received),
-                _bytes(rows),
-                output_split_sizes=[lengths[sp.rank] * row] * sp.world_size,
-                input_split_sizes=[length * row for length in lengths],
-                group=group_for(sp, rows),
-            )
+        _all_to_all(sp, rows, received, lengths, [lengths[sp.rank]] * sp.world_size)
     return call.end(received.sum(0).movedim(0, dim).contiguous())
 
 
 def _run_rows(
-    rows: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    call: str,
-    backward: bool,
-    order: torch.Tensor,
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, backward: bool, order: torch.Tensor,
     sp_id: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     sp, rows = ranks_of(sp_id), rows.contiguous()
     width = f"rows of {rows.shape[1]} {str(rows.dtype).removeprefix('torch.')}"
     begun = begin_call(sp, Signature("exchange of rows", call=call, travels=width, backward=backward), rows)
     begun.compare_on_device(rows.device)
-    arrived, row = rows.new_empty(sum(received), rows.shape[1]), rows.shape[1] * rows.element_size()
-    with peer_errors(sp, None, "all_to_all"):
-        dist.all_to_all_single(
-            _bytes(arrived),
-            _bytes(rows),
-            output_split_sizes=[n * row for n in received],
-            input_split_sizes=[n * row for n in sent],
-            group=group_for(sp, rows),
-        )
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    _all_to_all(sp, rows, arrived, sent, received)
     return begun.end(arrived)
+
+
+def _all_to_all(sp: Ranks, rows: torch.Tensor, to: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+    """Sends so many rows to each rank, and receives so many of each."""
+    row = rows.shape[1:].numel() * rows.element_size()
+    sizes = [n * row for n in received], [n * row for n in sent]
+    with peer_errors(sp, None, "all_to_all"):
+        dist.all_to_all_single(_bytes(to), _bytes(rows), *sizes, group=group_for(sp, rows))
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
@@ -157,14 +148,9 @@ def _fake_adjoint(d: torch.Tensor, dim: int, lengths: Sequence[int], order: torc
 
 
 def _fake_rows(
-    rows: torch.Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    call: str,
-    backward: bool,
-    order: torch.Tensor,
+    rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], call: str, backward: bool, order: torch.Tensor,
     sp_id: int,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     return rows.new_empty(sum(received), rows.shape[1])
 
 
@@ -184,51 +170,3 @@ _rows = define_op(
     _run_rows,
     _fake_rows,
 )
-
-
-class _RowsFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        anchor: torch.Tensor,
-        sent: list[int],
-        received: list[int],
-        call: str,
-        sp_id: int,
-    ) -> torch.Tensor:
-        ctx.sent, ctx.received, ctx.call, ctx.sp_id = sent, received, call, sp_id
-        ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
-        arrived = _rows(rows, sent, received, call, False, ranks_of(sp_id).order, sp_id)
-        ctx.number = ranks_of(sp_id).number()
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, d_arrived: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        first_only(ctx.call, ON_ONE_RANK)
-        (_,) = ctx.saved_tensors
-        sp = ranks_of(ctx.sp_id)
-        with sp.answering(ctx.number):
-            d = _rows(d_arrived, ctx.received, ctx.sent, ctx.call, True, sp.order, ctx.sp_id)
-        return d, None, None, None, None, None
-
-
-class _GatherFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, anchor: torch.Tensor, dim: int, lengths: list[int], sp_id: int
-    ) -> torch.Tensor:
-        ctx.dim, ctx.lengths, ctx.sp_id = dim, lengths, sp_id
-        ctx.save_for_backward(anchor)  # for checkpointing, as in comm/halo.py
-        full = _gather(y, dim, lengths, ranks_of(sp_id).order, sp_id)
-        ctx.number = ranks_of(sp_id).number()
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, d_full: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        first_only("gather", _ALONE)
-        (_,) = ctx.saved_tensors
-        sp = ranks_of(ctx.sp_id)
-        with sp.answering(ctx.number):
-            d = _gather_adjoint(d_full, ctx.dim, ctx.lengths, sp.order, ctx.sp_id)
-        return d, None, None, None, None

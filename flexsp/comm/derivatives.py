@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "changed", "first_only", "first_only_inside",
+    "IN_PYTORCH", "ON_ONE_RANK", "TRANSFORMS", "by_autograd", "changed", "first_only", "first_only_inside",
     "keep_for_backward", "kept_for_backward", "same_place", "share_backward", "transformed", "untransformed",
 ]  # fmt: skip
 
@@ -83,9 +84,15 @@ def keep_for_backward(ctx: Any, *tensors: torch.Tensor | None) -> None:
     ctx.kept_as = [None if x is None else (x.device, x.dtype, x.stride()) for x in tensors]
 
 
-def kept_for_backward(ctx: Any) -> list[Any]:
-    """What `keep_for_backward` saved. Hooks may give a tensor back in other strides, which becomes contiguous; one on
-    another device, or of another dtype, is refused, since kernels would read it as their own."""
+def kept_for_backward(ctx: Any, what: str, *grads: torch.Tensor | None) -> list[Any]:
+    """What `keep_for_backward` saved. First statement of a backward pass of kernels, from `grads`, which cannot be
+    differentiated itself.
+
+    Hooks may give a tensor back in other strides, which becomes contiguous; one on another device, or of another dtype,
+    is refused, since kernels would read it as their own.
+    """
+    first_only(what, IN_PYTORCH)
+    untransformed(what, IN_PYTORCH, *grads)
     found = []
     for x, looks in zip(ctx.saved_tensors, ctx.kept_as, strict=True):
         if x is not None:
@@ -96,6 +103,18 @@ def kept_for_backward(ctx: Any) -> list[Any]:
             x = x if x.stride() == stride else x.contiguous()
         found.append(x)
     return found
+
+
+def by_autograd(
+    function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Gradients of the inputs, from those of a function's results. For backward passes whose operators something looks
+    at: no kernel runs them."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        pairs = [(y, dy) for y, dy in zip(function(*leaves), grads, strict=True) if dy is not None]
+    return torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs], materialize_grads=True)
 
 
 class _SharedBackward(torch.autograd.Function):

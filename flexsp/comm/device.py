@@ -17,18 +17,9 @@ from triton.language import core
 from triton.language.extra.cuda import globaltimer
 
 __all__ = [
-    "clock_device",
-    "clock_host",
-    "cycles",
-    "first_failure",
-    "nvshmem_options",
-    "push_put",
-    "push_store",
-    "signal_put",
-    "signal_store",
-    "wait_cycles",
-    "wait_epoch",
-]
+    "clock_device", "clock_host", "cycles", "first_failure", "nvshmem_options", "push_put", "push_store", "signal_put",
+    "signal_store", "wait_cycles", "wait_epoch",
+]  # fmt: skip
 
 SIGNAL_SET = tl.constexpr(9)  # NVSHMEM_SIGNAL_SET
 

@@ -18,15 +18,9 @@ from flexsp.comm.ranks import GROUPS, Ranks, ambient, count_failed_call, ranks_c
 from flexsp.exceptions import FlexspError, check_dense, check_integer, fail
 
 __all__ = [
-    "SequenceParallel",
-    "count_failed_call",
-    "current_sp",
-    "get_sp",
-    "ranks_call",
-    "resolve_sp",
-    "sequence_parallel",
+    "SequenceParallel", "count_failed_call", "current_sp", "get_sp", "ranks_call", "resolve_sp", "sequence_parallel",
     "sp_over",
-]
+]  # fmt: skip
 
 
 class SequenceParallel(Ranks):

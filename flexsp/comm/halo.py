@@ -8,13 +8,12 @@ lengths, every message has the same shape, and a halo spans as many ranks as it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
+from flexsp.comm.derivatives import ON_ONE_RANK, untransformed
 from flexsp.comm.group import SequenceParallel, get_sp, ranks_call
-from flexsp.comm.process_group import Message, begin_call, define_op, post, wait_all
+from flexsp.comm.process_group import Message, OverRanks, begin_call, define_op, post, wait_all
 from flexsp.comm.signature import Signature, facts_of
 
 __all__ = ["halo_exchange"]
@@ -42,16 +41,13 @@ def halo_exchange(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
         return x.new_zeros(x.shape[0], width, *x.shape[2:])
     untransformed(_NAME, ON_ONE_RANK)
     if x.is_floating_point():
-        return _HaloFunction.apply(x, sp.anchor, width, sp.id)
+        run, adjoint = (_halo, width), (_halo_adjoint, x.shape[1])
+        return OverRanks.apply(x, sp.anchor, run, adjoint, sp.id, (_NAME, ON_ONE_RANK))
     return _halo(x, width, get_sp(sp.id).order, sp.id)
 
 
 def _pass_on(
-    sp: SequenceParallel,
-    incoming: torch.Tensor,
-    reverse: bool,
-    ready: bool,
-    outgoing: Callable[[], torch.Tensor],
+    sp: SequenceParallel, incoming: torch.Tensor, reverse: bool, ready: bool, outgoing: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
     """Fill ``incoming`` from one neighbour and send ``outgoing()`` to the other, at once if ``ready``, else after."""
     source, target = sp.neighbours(reverse)
@@ -108,22 +104,3 @@ _halo = define_op("halo(Tensor x, SymInt width, Tensor(o!) order, int sp_id) -> 
 _halo_adjoint = define_op(
     "halo_adjoint(Tensor d_halo, SymInt T, Tensor(o!) order, int sp_id) -> Tensor", _run_adjoint, _fake
 )
-
-
-class _HaloFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, width: int, sp_id: int) -> torch.Tensor:
-        ctx.T, ctx.sp_id = x.shape[1], sp_id
-        # Nothing is needed, but only a node that saves a tensor makes checkpointing recompute up to and including it.
-        ctx.save_for_backward(anchor)
-        halo = _halo(x, width, get_sp(sp_id).order, sp_id)
-        ctx.number = get_sp(sp_id).number()
-        return halo
-
-    @staticmethod
-    def backward(ctx: Any, d_halo: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        first_only(_NAME, ON_ONE_RANK)
-        (_,) = ctx.saved_tensors
-        sp = get_sp(ctx.sp_id)
-        with sp.answering(ctx.number):
-            return _halo_adjoint(d_halo, ctx.T, sp.order, ctx.sp_id), None, None, None

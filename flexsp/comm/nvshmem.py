@@ -10,16 +10,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flexsp.comm.heap import SymmetricHeap
 from flexsp.exceptions import NotAvailable
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["NvshmemHeap", "TorchSymmHeap", "create_nvshmem_heap", "find_device_library", "why_not"]
 
@@ -82,7 +79,7 @@ def _set_environment() -> None:
 
 
 def create_nvshmem_heap(
-    kind: str, nbytes: int, *, global_ranks: Sequence[int], cpu_group: ProcessGroup, device: torch.device
+    kind: str, nbytes: int, *, global_ranks: Sequence[int], cpu_group: dist.ProcessGroup, device: torch.device
 ) -> SymmetricHeap:
     """A zeroed heap of kind "nvshmem", "torch_symm" or "auto" (the first that works here on every rank)."""
     kinds = ("nvshmem", "torch_symm") if kind == "auto" else (kind,)

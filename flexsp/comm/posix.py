@@ -11,16 +11,12 @@ import os
 import secrets
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from flexsp.comm.heap import SymmetricHeap
 from flexsp.exceptions import NotAvailable
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["PosixHeap"]
 
@@ -60,7 +56,7 @@ class PosixHeap(SymmetricHeap):
     kind = "posix"
 
     @classmethod
-    def create(cls, nbytes: int, *, rank: int, world_size: int, cpu_group: ProcessGroup | None) -> PosixHeap:
+    def create(cls, nbytes: int, *, rank: int, world_size: int, cpu_group: dist.ProcessGroup | None) -> PosixHeap:
         """Collective over ``cpu_group`` (not used, and may be None, when world_size is 1)."""
         if world_size == 1:
             token: list[str] = [secrets.token_hex(8)]
@@ -81,7 +77,7 @@ class PosixHeap(SymmetricHeap):
         return cls(local, views)
 
     @staticmethod
-    def _map_all(paths: list[Path], nbytes: int, rank: int, cpu_group: ProcessGroup | None) -> list[mmap.mmap]:
+    def _map_all(paths: list[Path], nbytes: int, rank: int, cpu_group: dist.ProcessGroup | None) -> list[mmap.mmap]:
         """Creates this rank's file and maps all; every rank raises if one of them failed."""
         maps: list[mmap.mmap] = []
         failure: str | None = None
@@ -102,7 +98,7 @@ class PosixHeap(SymmetricHeap):
         return maps
 
 
-def _all_gather(value: str | None, world_size: int, cpu_group: ProcessGroup | None) -> list[str | None]:
+def _all_gather(value: str | None, world_size: int, cpu_group: dist.ProcessGroup | None) -> list[str | None]:
     if world_size == 1:
         return [value]
     out: list[str | None] = [None] * world_size

@@ -18,28 +18,16 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm import watchdog
+from flexsp.comm.derivatives import first_only
 from flexsp.comm.ranks import Ranks, ranks_of
 from flexsp.comm.signature import Signature, digest, poison, raised
 from flexsp.comm.tracing import outside_graphs
 from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = [
-    "Call",
-    "Message",
-    "Pending",
-    "begin_call",
-    "check_signature",
-    "compare_text",
-    "define_op",
-    "exchange_ints",
-    "group_for",
-    "lengths_for",
-    "lost_peer",
-    "of_all_ranks",
-    "peer_errors",
-    "post",
-    "wait_all",
-]
+    "Call", "Message", "OverRanks", "Pending", "begin_call", "check_signature", "compare_text", "define_op",
+    "exchange_ints", "group_for", "lengths_for", "lost_peer", "of_all_ranks", "peer_errors", "post", "wait_all",
+]  # fmt: skip
 
 _TEXT_BYTES = 384
 _FAILED = b"\1"  # first byte of a text that says which ranks disagree
@@ -59,6 +47,34 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) ->
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"flexsp::{name}", fake, lib=_library)
     return getattr(torch.ops.flexsp, name).default
+
+
+class OverRanks(torch.autograd.Function):
+    """An operator of `define_op` on x, differentiable: ``apply(x, anchor, run, adjoint, sp_id, refusal)``.
+
+    The group's `anchor` makes autograd record the node on every rank, whether x needs it or not. `run` is the operator,
+    and its arguments behind x, but for the last two, ``order`` and ``sp_id``; `adjoint` the same of its adjoint.
+    `refusal` is what `first_only` says of second derivatives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, run: Any, adjoint: Any, *how: Any) -> torch.Tensor:
+        (op, *arguments), (sp_id, _) = run, how
+        ctx.adjoint, ctx.how = adjoint, how
+        # Nothing is needed, but only a node that saves a tensor makes checkpointing recompute up to and including it.
+        ctx.save_for_backward(anchor)
+        found = op(x, *arguments, ranks_of(sp_id).order, sp_id)
+        ctx.number = ranks_of(sp_id).number()
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (op, *arguments), (sp_id, refusal) = ctx.adjoint, ctx.how
+        first_only(*refusal)
+        (_,) = ctx.saved_tensors
+        sp = ranks_of(sp_id)
+        with sp.answering(ctx.number):
+            return op(grad, *arguments, sp.order, sp_id), None, None, None, None, None
 
 
 def group_for(sp: Ranks, tensor: torch.Tensor) -> dist.ProcessGroup | None:

@@ -60,20 +60,11 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        global_ranks: Sequence[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        cpu_group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
-        transport: str = "process_group",
-        schedule: str = "chain",
-        heap: Any = None,
-        timeout_s: float = 120.0,
-        check_calls: bool = False,
-    ) -> None:
+        self, *, rank: int = 0, world_size: int = 1, global_ranks: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu", transport: str = "process_group", schedule: str = "chain", heap: Any = None,
+        timeout_s: float = 120.0, check_calls: bool = False,
+    ) -> None:  # fmt: skip
         self.id = next(_next_id)
         self.rank, self.world_size = rank, world_size
         self.global_ranks = list(range(world_size)) if global_ranks is None else list(global_ranks)

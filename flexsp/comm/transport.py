@@ -7,16 +7,14 @@ adds one. This file imports no Triton.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flexsp.comm.heap import SymmetricHeap
 from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "PROCESS_GROUP", "Transport", "create_heap", "in_kernel", "register_transport", "transport_of", "transports",
@@ -32,7 +30,7 @@ def create_heap(
     *,
     rank: int,
     global_ranks: Sequence[int],
-    cpu_group: ProcessGroup,
+    cpu_group: dist.ProcessGroup,
     device: torch.device,
 ) -> SymmetricHeap:
     """Allocates the arena of every rank of a group (collective).
@@ -87,7 +85,7 @@ class Transport:
     stages: bool = False
 
     def open_heap(
-        self, nbytes: int, *, rank: int, global_ranks: Sequence[int], cpu_group: ProcessGroup, device: torch.device
+        self, nbytes: int, *, rank: int, global_ranks: Sequence[int], cpu_group: dist.ProcessGroup, device: torch.device
     ) -> SymmetricHeap:
         """The arenas, of as many bytes on every rank. Collective. NotAvailable where there is no such memory."""
         raise NotImplementedError

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import IN_PYTORCH
@@ -122,25 +121,19 @@ class _Variant:
         return 1 + (first.dim() > len(self.model.program.meta.tokens[self.model.names[0]].shape))
 
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
-        model, group, (tensors, initial, cu_seqlens) = self.model, asked.group, asked[:3]
-        first = tensors[0]
+        model, first, cu_seqlens = self.model, asked.tensors[0], asked.cu_seqlens
         _lasting.add(model)
-        specs = [_spec(x) for x in tensors]
-        others = [None if x is None else _spec(x) for x in (initial, cu_seqlens)]
+        run_in_clean_thread(first.device, lambda: model.make_kernels(first.device.type == "cuda", first.dtype))
 
-        def planned() -> tuple[Any, tuple[int, ...]]:
-            model.make_kernels(specs[0][2].type == "cuda", specs[0][1])
-            with FakeTensorMode():
-                made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in specs]
-                state, cu = (None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others)
-                inputs = dict(zip(model.names, made, strict=True))
-                call = model.checked(inputs, state, cu, group)
-                if call.executable is not None:
-                    return call, call.executable.out
-                heads = made[0].dim() - len(model.program.meta.tokens[model.names[0]].shape) + 2
-                return call, (*made[0].shape[:heads], model.width(inputs, state))
+        def planned(like: Asked) -> tuple[Any, tuple[int, ...]]:
+            inputs = dict(zip(model.names, like.tensors, strict=True))
+            call = model.checked(inputs, like.initial, like.cu_seqlens, like.group)
+            if call.executable is not None:
+                return call, call.executable.out
+            x = like.tensors[0]
+            return call, (*x.shape[: self.axes(x) + 1], model.width(inputs, like.initial))
 
-        call, out = run_in_clean_thread(first.device, planned)
+        call, out = operators.on_fakes(asked, planned)
         executable = call.executable
         table = first.new_empty(0, dtype=torch.int32)
         if cu_seqlens is not None:
@@ -157,10 +150,6 @@ class _Variant:
 operators.define_kind(
     _KIND, _Variant, "a variant's kernels, or a variant in a graph", f"outside of graphs, {IN_PYTORCH}"
 )  # fmt: skip
-
-
-def _spec(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-    return tuple([int(n) for n in x.shape]), x.dtype, x.device
 
 
 def call(

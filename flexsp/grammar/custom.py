@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,7 @@ from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, Extent, InputMeta,
 from flexsp.compiler.frontend.primitives import joined, part_of
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.values import NotEmittable
-
-if TYPE_CHECKING:
-    from flexsp.grammar.decay import Decay
+from flexsp.grammar.decay import Decay
 
 __all__ = ["CustomTransition"]
 

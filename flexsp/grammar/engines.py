@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.grammar import programs
 from flexsp.ops import _programs as vectors
 from flexsp.ops import _validate as check
 from flexsp.ops._rows import on_engine
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["Call", "compiled", "on_diagonal", "running_weights", "runs_compiled"]
 

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.nn.functional import pad
 
+from flexsp.grammar.decay import Decay
 from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
+from flexsp.grammar.feature_map import FeatureMap
 from flexsp.ops import _validate as check
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
-
-if TYPE_CHECKING:
-    from flexsp.grammar.decay import Decay
-    from flexsp.grammar.feature_map import FeatureMap
 
 __all__ = ["Contrastive", "Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition"]
 

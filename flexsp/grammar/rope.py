@@ -9,16 +9,13 @@ holds the angle.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.ops._rotary import rotate
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import last, positions, running_sum
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["Angles", "split_angle"]
 

@@ -7,7 +7,6 @@ run once for each and its `if i < j` take the branch of the case. Everything els
 from __future__ import annotations
 
 import inspect
-import linecache
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import sympy
 import torch
 
 from flexsp.compiler import CompileError
+from flexsp.compiler.frontend.trace import user_line
 
 __all__ = ["ROLE", "Expr", "I", "J", "T", "Symbols", "evaluate", "show", "trace"]
 
@@ -299,14 +299,9 @@ _OWN = (str(Path(torch.__file__).parent), __file__)
 
 
 def _line(error: Exception) -> str:
-    """ " at FILE:LINE (source)" of the user's line that raised."""
-    at, found = error.__traceback__, ""
-    while at is not None:
-        file = at.tb_frame.f_code.co_filename
-        if not file.startswith(_OWN):
-            found = f" at {file}:{at.tb_lineno} ({linecache.getline(file, at.tb_lineno).strip()})"
-        at = at.tb_next
-    return found
+    """Where the user's code raised, as the end of a sentence."""
+    line = user_line(error, _OWN)
+    return f" at {line}" if line else ""
 
 
 # Expressions ----------------------------------------------------------------------------------------------------------

@@ -11,15 +11,9 @@ from flexsp.exceptions import check_integer, check_number
 from flexsp.grammar.objectives import Contrastive, Information, Rows, Spectral, TemporalDifference, Transition
 
 __all__ = [
-    "Transition",
-    "contrastive",
-    "delta_rule",
-    "information",
-    "one_step_gd",
-    "preconditioned_gd",
-    "spectral",
+    "Transition", "contrastive", "delta_rule", "information", "one_step_gd", "preconditioned_gd", "spectral",
     "temporal_difference",
-]
+]  # fmt: skip
 
 
 def one_step_gd(mimo_rank: int = 1) -> Transition:

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from flexsp.comm.derivatives import IN_PYTORCH, untransformed
+from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import in_kernel
 from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
+from flexsp.kernels.launch_plan import LaunchPlan
 from flexsp.kernels.operators import Asked, Saved, Shard
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.executable import Executable
-    from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["Engine", "asks_for_kernels", "last_in_backward_chain", "register"]
 

@@ -25,8 +25,8 @@ from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
-from flexsp.scan.step import propagate_step
-from flexsp.scan.transitions import KINDS
+from flexsp.scan.propagate import local_launch, propagate
+from flexsp.scan.transitions import KINDS, Transition
 
 __all__ = ["CallSpec", "Executable", "aligned_16"]
 
@@ -371,6 +371,30 @@ class Executable(Generic[_P]):
 def _rows_of(shape: Sequence[int]) -> tuple[int, ...]:
     """A tensor of one sequence, tokens first, as [heads, tokens, row] of one head."""
     return 1, shape[0], math.prod(shape[1:])
+
+
+def propagate_step(
+    states: str, a: str | None, cut: str | None, shape: tuple[int, int, int, int, int], kind: str, reverse: bool,
+    sp_id: int, call: str = "",
+) -> Step:  # fmt: skip
+    """`propagate` on named tensors: over segments, and over the ranks of the group `sp_id` (-1: none).
+
+    Args:
+        a, cut: of the `Transition`.
+        shape: B, NSEG, H, K, V.
+        kind: of the transition.
+        call: the op that needs it, the same text on every rank.
+    """
+    B, n_seg, H, K, V = shape
+    if sp_id >= 0:
+
+        def over_ranks(frame: Frame) -> None:
+            through = Transition(kind, *(None if name is None else frame[name] for name in (a, cut)))
+            propagate(frame[states].view(B, -1, H, K, V), through, get_sp(sp_id), reverse=reverse, call=call)
+
+        return over_ranks
+    kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
+    return KernelLaunch(kernel, (*grid, 1, 1), [states, a, cut, *[None] * 6], numbers, constants, options)
 
 
 def _in_pytorch(spec: LaunchSpec) -> Step:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
+from flexsp.comm.derivatives import by_autograd, keep_for_backward, kept_for_backward
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.operators import plain
@@ -156,9 +156,7 @@ class _UnitKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        first_only(_NAME, IN_PYTORCH)
-        untransformed(_NAME, IN_PYTORCH, *dys)
-        saved = kept_for_backward(ctx)
+        saved = kept_for_backward(ctx, _NAME, *dys)
         asked = {i: dy for i, dy in enumerate(dys) if dy is not None and ctx.needs_input_grad[2 + i]}
         grads = dict(zip(asked, _backward([_rows(saved[i]) for i in asked], [*asked.values()], *ctx.how), strict=True))
         return None, None, *[grads.get(i) for i in range(len(dys))]
@@ -166,20 +164,12 @@ class _UnitKeys(torch.autograd.Function):
 
 def _backward(xs: Tensors, dys: Tensors, repeats: int, norm: bool) -> Sequence[torch.Tensor]:
     if not plain(*xs, *dys):
-        return [_grad(x, dy, repeats, norm) for x, dy in zip(xs, dys, strict=True)]
+        return by_autograd(lambda *xs: [keys_in_pytorch.unit_keys(x, repeats, norm) for x in xs], xs, dys)
     found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
     if found:
         given = [*_pair(xs), *_pair([dy.contiguous() for dy in dys]), *_pair(found)]
         _run(unit_keys_grad_kernel, _POINTERS[:2] + _POINTERS[4:], given, repeats, norm)
     return found
-
-
-def _grad(x: torch.Tensor, dy: torch.Tensor, repeats: int, norm: bool) -> torch.Tensor:
-    """The same in PyTorch, where something looks at the operators of a backward pass."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        y = keys_in_pytorch.unit_keys(leaf, repeats, norm)
-    return torch.autograd.grad(y, leaf, dy)[0]
 
 
 def unit_keys(tensors: Tensors, repeats: int, norm: bool) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
 
 __all__ = [
-    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "outputs", "plain", "run",
-    "serve", "wants_final",
+    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes", "outputs",
+    "plain", "run", "serve", "wants_final",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
+_R = TypeVar("_R")
 Saved = tuple[torch.Tensor, Optional]  # what `Operation.forward` says is kept, and the table
 Shard = tuple[int, int, int]  # its first token, its end, of how many
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -131,22 +132,7 @@ class _OfManySizes:
     def like_forward(self, asked: Asked) -> tuple[torch.Tensor, ...]:
         """What sizes the call has that is traced decides on none that the graph sees."""
         first, axes = asked.tensors[0], self.axes(asked.tensors[0])
-        looks = [_looks(x, axes) for x in asked.tensors]
-        others = [None if x is None else _looks(x, 1) for x in (asked.initial, asked.cu_seqlens)]
-
-        def now() -> tuple[torch.Tensor, ...]:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            with FakeTensorMode():
-                tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
-                initial, cu_seqlens = (
-                    None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others
-                )  # fmt: skip
-                n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-                call = asked._replace(tensors=tensors, initial=initial, cu_seqlens=cu_seqlens, n_docs=n_docs)
-                return self.inner.like_forward(call)
-
-        o, final, saved, table = run_in_clean_thread(first.device, now)
+        o, final, saved, table = on_fakes(asked, self.inner.like_forward, axes, 1)
         states = asked.n_docs if asked.cu_seqlens is not None else first.shape[0] if axes > 1 else 1
         return (
             first.new_empty((*first.shape[:axes], *o.shape[axes:]), dtype=o.dtype),
@@ -159,10 +145,29 @@ class _OfManySizes:
         return self.inner.axes(first)
 
 
-def _looks(x: torch.Tensor, many: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
-    """What a tensor looks like in the call that is traced, of which the graph does not depend on the first `many`
-    sizes."""
-    return tuple([_now(n) if i < many else int(n) for i, n in enumerate(x.shape)]), x.dtype, x.device
+def on_fakes(asked: Asked, run: Callable[[Asked], _R], many: int = 0, many_of_others: int = 0) -> _R:
+    """What `run` gives for tensors without memory like those of a call that is traced, in a thread without the tracer.
+
+    The graph does not depend on the first `many` sizes of the tensors, nor on those of the initial states and of
+    boundaries: these are as in the call that is traced.
+    """
+
+    def look(x: torch.Tensor, many: int) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+        return tuple([_now(n) if i < many else int(n) for i, n in enumerate(x.shape)]), x.dtype, x.device
+
+    looks = [look(x, many) for x in asked.tensors]
+    others = [None if x is None else look(x, many_of_others) for x in (asked.initial, asked.cu_seqlens)]
+
+    def now() -> _R:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in looks]
+            initial, cu_seqlens = (None if x is None else torch.empty(x[0], dtype=x[1], device=x[2]) for x in others)
+            call = asked._replace(tensors=tensors, initial=initial, cu_seqlens=cu_seqlens, n_docs=_docs(cu_seqlens))
+            return run(call)
+
+    return run_in_clean_thread(asked.tensors[0].device, now)  # type: ignore[no-any-return]
 
 
 def _now(n: Any) -> int:

@@ -10,15 +10,13 @@ zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.scan.chunks import states_between
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
-    from flexsp.scan.transitions import Transition
+from flexsp.scan.transitions import Transition
 
 __all__ = ["Documents", "States", "Step", "final_states", "run", "states_of"]
 

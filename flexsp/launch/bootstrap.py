@@ -82,16 +82,9 @@ def init_sequence_parallel(
         raise PeerTimeout(me, None, direction="init_sequence_parallel", detail=detail) from error
     ranks = everyone[dist.get_rank()]
     sp = SequenceParallel(
-        rank=ranks.index(dist.get_rank()),
-        world_size=len(ranks),
-        global_ranks=ranks,
-        group=data_group,
-        cpu_group=cpu_group,
-        device=where,
-        schedule=schedule,
-        timeout_s=timeout_s,
-        check_calls=check_calls,
-    )
+        rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
+        cpu_group=cpu_group, device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls,
+    )  # fmt: skip
     if max(len(members) for members in everyone) > 1:
         _attach_heap(sp, transport, heap_mib)
     if where.type == "cuda" and data_group is not None:

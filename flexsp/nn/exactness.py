@@ -39,14 +39,8 @@ _REFUSED: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((conv._ConvNd,), _CONVOLUTION),
     ((rnn.RNNBase, rnn.RNNCellBase), _RECURRENCE),
     (
-        (
-            nn.MultiheadAttention,
-            nn.Transformer,
-            nn.TransformerEncoder,
-            nn.TransformerDecoder,
-            nn.TransformerEncoderLayer,
-            nn.TransformerDecoderLayer,
-        ),
+        (nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
+         nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
         _ATTENTION,
     ),
     ((_NormBase,), _STATISTICS),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import transformed
+from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import check_number
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.columns import ColumnBlocks
@@ -29,9 +30,6 @@ from flexsp.ops._programs import (
     token_loop,
     wide,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
 

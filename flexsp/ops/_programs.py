@@ -6,22 +6,19 @@ import functools
 import importlib
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.comm.tracing import constant_in_graphs
-from flexsp.compiler import torch_compile
+from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.kernels import gates
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import vector_state
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
-    from flexsp.compiler import LinearAttention
 
 __all__ = [
     "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "recur_matrix",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.diagonal.op import diagonal
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["on_engine", "own_products", "products", "value_rows"]
 

@@ -10,40 +10,20 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import transformed
-from flexsp.comm.group import resolve_sp
+from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, checks_wanted, fail
 
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
-
 __all__ = [
-    "accumulation_dtype",
-    "check_cu_seqlens",
-    "check_decay_inputs",
-    "check_first",
-    "check_flag",
-    "check_gate",
-    "check_groups",
-    "check_head_sizes",
-    "check_integer",
-    "check_non_negative",
-    "check_non_positive",
-    "check_qkv",
-    "check_scale",
-    "check_state",
-    "check_tensor",
-    "fail",
-    "number_of_states",
-    "once",
-    "resolve",
-    "same_call",
-]
+    "accumulation_dtype", "check_cu_seqlens", "check_decay_inputs", "check_first", "check_flag", "check_gate",
+    "check_groups", "check_head_sizes", "check_integer", "check_non_negative", "check_non_positive", "check_qkv",
+    "check_scale", "check_state", "check_tensor", "fail", "number_of_states", "once", "resolve", "same_call",
+]  # fmt: skip
 
 _R = TypeVar("_R")
 _KEPT = 256  # answers of each check
@@ -122,14 +102,9 @@ def same_call(sp: SequenceParallel | None, op: str, x: torch.Tensor, *signature:
 
 
 def check_tensor(
-    name: str,
-    x: object,
-    shape: tuple[int, ...] | None,
-    dims: str,
-    *,
-    dtypes: tuple[torch.dtype, ...] | None = None,
+    name: str, x: object, shape: tuple[int, ...] | None, dims: str, *, dtypes: tuple[torch.dtype, ...] | None = None,
     device: torch.device | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """``shape`` None checks only the number of dimensions that ``dims`` ("[B, T, H, K]") names."""
     check_dense(name, x, f"a tensor {dims}")
     assert isinstance(x, torch.Tensor)
@@ -204,12 +179,9 @@ def check_non_negative(name: str, x: torch.Tensor, meaning: str) -> None:
 
 
 def check_cu_seqlens(
-    cu_seqlens: torch.Tensor | None,
-    cu_seqlens_cpu: torch.Tensor | None,
-    x: torch.Tensor,
-    name: str,
+    cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None, x: torch.Tensor, name: str,
     sp: SequenceParallel | None,
-) -> None:
+) -> None:  # fmt: skip
     """Checks that ``x`` [B, T, ...] has as many tokens as `set_lengths` says, and the global document boundaries [N+1],
     which need B = 1. Tokens behind the last boundary belong to no document."""
     if sp is not None:
@@ -255,14 +227,9 @@ def number_of_states(B: int, cu_seqlens: torch.Tensor | None) -> int:
 
 
 def check_state(
-    name: str,
-    state: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dims: str,
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    sp: SequenceParallel | None,
-) -> None:
+    name: str, state: torch.Tensor | None, shape: tuple[int, ...], dims: str, x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None,
+) -> None:  # fmt: skip
     if state is None:
         return
     check_tensor(name, state, shape, dims, dtypes=(accumulation_dtype(x),), device=x.device)
@@ -270,11 +237,7 @@ def check_state(
         fail(name, "None on every rank but the first of the sequence-parallel group", f"a tensor on rank {sp.rank}")
 
 
-def check_decay_inputs(
-    q: torch.Tensor,
-    g: torch.Tensor | None,
-    g_gamma: torch.Tensor | None,
-) -> None:
+def check_decay_inputs(q: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None) -> None:
     B, T, H, _ = q.shape
     if g is not None and g_gamma is not None:
         fail("g_gamma", "None when g is given", f"both (g_gamma of shape {list(g_gamma.shape)})")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from flexsp.comm.derivatives import share_backward
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["NORMALIZER_EPS", "chunk_linear_attn"]
 

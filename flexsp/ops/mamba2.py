@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal, ssd
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.scan.tokens import without_tail
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["mamba2_ssd"]
 
@@ -134,14 +129,9 @@ def _heads(x: torch.Tensor, H: int) -> torch.Tensor:
 
 @check.once
 def _check_shapes(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, D: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int]:  # fmt: skip
     """Shapes, dtypes and device; returns (B, H, P, N)."""
     batch, T, H, P = check.check_first("x", x, "[B, T, H, P]")
     check.check_tensor("B", B, None, "[B, T, G, N]", dtypes=(x.dtype,), device=x.device)

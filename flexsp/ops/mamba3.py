@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward, transformed
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
@@ -30,9 +30,6 @@ from flexsp.scan.tokens import (
     running_sum,
     without_tail,
 )
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["Mamba3State", "mamba3", "recurrent_mamba3"]
 

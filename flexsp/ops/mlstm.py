@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flexsp.comm.derivatives import share_backward, transformed
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.exceptions import check_number
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
@@ -18,9 +18,6 @@ from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["chunk_mlstm", "recurrent_mlstm"]
 

@@ -229,13 +229,9 @@ def _described(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    args: tuple[Any, ...],
-    constants: dict[str, Any],
-    options: dict[str, Any],
+    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any],
     prepare: Callable[[Any], None] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Runs `kernel[grid](*args, **constants, **options)` on the first tensor's device and its current stream.
 
     The kernel's constexpr parameters come after all others, the last is PDL, given here and handed to `begin`; option

@@ -1,6 +1,7 @@
 """Everything of Triton that is not its public interface, and what it needs of each release.
 
-Public are the language, `triton.jit`, `triton.JITFunction` and `triton.cdiv`. All else is used here alone.
+Public are the language, `triton.jit`, `triton.JITFunction` and `triton.cdiv`. All else is used here alone, but for
+what only tests use (`flexsp.testing.triton_hooks`).
 
 | | 3.6 | 3.7 | 3.8 | 3.9 |
 |---|---|---|---|---|
@@ -23,7 +24,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,41 +34,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.errors import OutOfResources, PTXASError
-from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
+from triton.runtime.jit import get_cache_invalidating_env_vars
 
 from flexsp.runtime import tested_versions
 from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
-    "FENCES_COPIES",
-    "RELEASE",
-    "OutOfResources",
-    "PTXASError",
-    "SharedMemory",
-    "Parameter",
-    "assembler_for",
-    "assembling_by",
-    "assembling_with",
-    "compile_kernel",
-    "compiling_to_shared_memory",
-    "current_stream",
-    "current_target",
-    "editing_llvm",
-    "freedom",
-    "gpu_target",
-    "interpreter",
-    "load",
-    "make_launcher",
-    "parameters",
-    "profiled",
-    "record_launches",
-    "runs_gluon",
-    "shipped_assemblers",
-    "starter",
-    "tool",
-    "tool_at",
-    "watching_interpreter",
-]
+    "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "Parameter", "assembler_for", "assembling_by",
+    "assembling_with", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom", "gpu_target",
+    "load", "make_launcher", "parameters", "profiled", "runs_gluon", "shipped_assemblers", "starter", "tool", "tool_at",
+]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
@@ -199,41 +175,34 @@ def assembler_for(arch: int) -> Any:
 
 
 @contextmanager
-def assembling_with(tool: Any, arch: int) -> Iterator[None]:
+def _choosing(what: str, value: Any) -> Iterator[None]:
+    """Has this thread's compiler do something otherwise: `what` is an attribute of `_here`."""
+    with _lock:
+        _let_threads_choose()
+    setattr(_here, what, value)
+    try:
+        yield
+    finally:
+        setattr(_here, what, None)
+
+
+def assembling_with(tool: Any, arch: int) -> AbstractContextManager[None]:
     """Has Triton assemble with another ptxas in this thread."""
     from triton.backends.nvidia import compiler
 
     assembler_for(arch)
     compiler.get_ptxas_version(arch)  # which Triton remembers, is that of its own
-    _here.tool = tool
-    try:
-        yield
-    finally:
-        _here.tool = None
+    return _choosing("tool", tool)
 
 
-@contextmanager
-def assembling_by(assemble: Callable[[str, Callable[[str], bytes]], bytes]) -> Iterator[None]:
+def assembling_by(assemble: Callable[[str, Callable[[str], bytes]], bytes]) -> AbstractContextManager[None]:
     """Kernels that this thread compiles for NVIDIA GPUs are what `assemble` gives for PTX and Triton's assembling."""
-    with _lock:
-        _let_threads_choose()
-    _here.assemble = assemble
-    try:
-        yield
-    finally:
-        _here.assemble = None
+    return _choosing("assemble", assemble)
 
 
-@contextmanager
-def editing_llvm(edit: Callable[[str], str]) -> Iterator[None]:
+def editing_llvm(edit: Callable[[str], str]) -> AbstractContextManager[None]:
     """Kernels that this thread compiles for NVIDIA GPUs have their LLVM text edited, between optimisation and PTX."""
-    with _lock:
-        _let_threads_choose()
-    _here.edit = edit
-    try:
-        yield
-    finally:
-        _here.edit = None
+    return _choosing("edit", edit)
 
 
 def tool(name: str) -> Path:
@@ -283,44 +252,6 @@ def starter(compiled: Any) -> Callable[[tuple[int, int, int], int, tuple[Any, ..
             once = (*lead, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
             return lambda grid, stream, args: launch(*grid, stream, *once, args)
     return lambda grid, stream, args: run(*grid, stream, function, packed, None, None, None, *args)
-
-
-# For tests ------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
-    """Collects (kernel, args, kwargs) of every Triton launch in the block instead of running it."""
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    original: Callable[..., Any] = JITFunction.__getitem__
-
-    def record(self: Any, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: launches.append((self, args, kwargs))
-
-    JITFunction.__getitem__ = record
-    try:
-        yield launches
-    finally:
-        JITFunction.__getitem__ = original
-
-
-class SharedMemory(Exception):
-    """How many bytes of it a kernel takes."""
-
-
-@contextmanager
-def compiling_to_shared_memory() -> Iterator[None]:
-    """Compilations end in `SharedMemory` as soon as that is known, before PTX is made."""
-    from triton.backends.nvidia.compiler import CUDABackend
-
-    def stop(self: Any, src: Any, metadata: dict[str, Any], *rest: Any) -> None:
-        raise SharedMemory(metadata["shared"])
-
-    original, CUDABackend.make_ptx = CUDABackend.make_ptx, stop
-    try:
-        yield
-    finally:
-        CUDABackend.make_ptx = original
 
 
 # The interpreter ------------------------------------------------------------------------------------------------------
@@ -456,53 +387,3 @@ def _rounded(handle: Any) -> Any:
 
 if knobs.runtime.interpret:
     _mend_interpreter()
-
-
-def interpreter() -> Any:
-    """Triton's module that interprets kernels; it needs TRITON_INTERPRET=1."""
-    from triton.runtime import interpreter
-
-    return interpreter
-
-
-@contextmanager
-def watching_interpreter(
-    launched: Callable[[str, list[Any]], None], touched: Callable[[str, Any, int], None]
-) -> Iterator[None]:
-    """Under the interpreter, calls `launched(kernel's name, its tensors)` before each launch, and `touched("load" or
-    "store", addresses of what is not masked, bytes of an element)` before each access through pointers."""
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
-
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-    start = GridExecutor._init_args_hst
-
-    def told(what: str, pointers: Any, mask: Any) -> None:
-        nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        touched(what, pointers.data[_broadcast(mask.data, pointers.data.shape)], nbytes)
-
-    def told_start(self: Any, args: Any, kwargs: Any) -> Any:
-        given = start(self, args, kwargs)
-        launched(self.fn.__name__, [x for x in (*given[0], *given[1].values()) if hasattr(x, "data_ptr")])
-        return given
-
-    def told_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        told("load", pointers, mask)
-        return load(self, pointers, mask, *rest)
-
-    def told_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        told("store", pointers, mask)
-        return store(self, pointers, value, mask, *rest)
-
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = told_load, told_store
-    GridExecutor._init_args_hst = told_start
-    try:
-        yield
-    finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
-        GridExecutor._init_args_hst = start
-
-
-def _broadcast(mask: Any, shape: tuple[int, ...]) -> Any:
-    import numpy as np
-
-    return np.broadcast_to(mask, shape).astype(bool)

@@ -19,7 +19,7 @@ Import this module only where Triton is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +29,7 @@ from flexsp.comm import device as dev
 from flexsp.comm import signature as sig
 from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, wait_cycles
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
@@ -40,9 +40,6 @@ from flexsp.scan.neighbours import CONTROL_WORDS, control_of, wait_credit, wait_
 from flexsp.scan.segments import apply, fold, write
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles, too_large
 from flexsp.scan.transitions import KINDS, Transition
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["fits", "local_launch", "propagate"]
 
@@ -365,15 +362,9 @@ def _validate(states: torch.Tensor, transition: Transition, reverse: bool) -> No
 
 
 def _launch(
-    states: torch.Tensor,
-    transition: Transition,
-    reverse: bool,
-    *,
-    sp: SequenceParallel | None = None,
-    call: str = "",
-    folded: torch.Tensor | None = None,
-    seeded: bool = True,
-) -> None:
+    states: torch.Tensor, transition: Transition, reverse: bool, *, sp: SequenceParallel | None = None, call: str = "",
+    folded: torch.Tensor | None = None, seeded: bool = True,
+) -> None:  # fmt: skip
     """One launch: local without ``sp``; with ``folded``, only F_tot (with the initial state where ``seeded``)."""
     B, slots, H, K, V = states.shape
     kind, has_cut = transition.kind, transition.cut is not None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexsp.runtime.triton_private import watching_interpreter
+from flexsp.testing.triton_hooks import watching_interpreter
 
 __all__ = ["within_tensors"]
 

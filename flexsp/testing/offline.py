@@ -14,16 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flexsp.runtime.triton_private import (
-    FENCES_COPIES,
-    SharedMemory,
-    compiling_to_shared_memory,
-    gpu_target,
-    record_launches,
-    tool,
-)
+from flexsp.runtime.triton_private import FENCES_COPIES, gpu_target, tool
 from flexsp.runtime.workarounds.unwritten_registers import disassembled, unread, unwritten
 from flexsp.testing.races import UNFENCED_COPY, races
+from flexsp.testing.triton_hooks import SharedMemory, compiling_to_shared_memory, record_launches
 
 __all__ = ["Compiled", "compile_launch", "compile_launches", "ptx_of", "record_launches", "shared_of", "uneven_sums"]
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language import core, semantic
 
 from flexsp.runtime import triton_private as private
+from flexsp.testing import triton_hooks
 from flexsp.testing.quick_arithmetic import operators, quicken_arithmetic, with_new_axes
 
 __all__ = ["quicken_interpreter"]
@@ -31,7 +32,7 @@ def quicken_interpreter() -> None:
     """
     if not (3, 6) <= private.RELEASE <= (3, 9):
         return
-    interpreter = private.interpreter()
+    interpreter = triton_hooks.interpreter()
     _patch_once_a_launch(interpreter)
     interpreter._patch_attr = _attribute(interpreter._patch_attr, interpreter.TritonSemantic, interpreter.TensorHandle)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

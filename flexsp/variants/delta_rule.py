@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import Lowering
+from flexsp.compiler.planning.lowering import TensorSpec
+from flexsp.kernels.launch_plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
-    from flexsp.compiler.planning.lowering import TensorSpec
     from flexsp.kernels.executable import CallSpec
-    from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["DELTA_RULE"]
 

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import Lowering, replaced
-from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launch_spec import Launch
+from flexsp.kernels.launch_plan import Buffer, LaunchPlan, Role, gradient_of
+from flexsp.kernels.launch_spec import Launch, LaunchSpec
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
-    from flexsp.kernels.launch_plan import LaunchPlan
-    from flexsp.kernels.launch_spec import LaunchSpec
 
 __all__ = ["GATED_KEYS"]
 

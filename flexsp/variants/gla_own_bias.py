@@ -4,15 +4,8 @@ S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale (q_t S_t + (e^u - 1) (q_t .
 """
 
 from flexsp.compiler import decayed_scores
+from flexsp.variants.gla import chunk, decay
 from flexsp.variants.maker import maker
-
-
-def chunk(k, v, g):
-    return (k * (g.sum(0) - g.cumsum(0)).exp()).T @ v
-
-
-def decay(prev_s, chunk_state, g):
-    return prev_s * g.sum(0).exp()[:, None] + chunk_state
 
 
 def merge(q, k, v, g, u, chunk_state, scale):

@@ -2,15 +2,12 @@
 
 from flexsp.compiler import cache_result, decayed_sums
 from flexsp.variants.maker import maker
+from flexsp.variants.vector_state import decay
 
 
 def chunk(x, g):
     h = cache_result(decayed_sums(-g.expm1() * x, g), "h")  # from a state of zeros
     return h[-1]
-
-
-def decay(prev_s, chunk_state, g):
-    return prev_s * g.sum(0).exp() + chunk_state
 
 
 def merge(q, g, h, chunk_state):

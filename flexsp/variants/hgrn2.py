@@ -4,15 +4,12 @@ S_t = diag(e^{g_t}) S_{t-1} + (1 - e^{g_t}) v_t^T, o_t = scale q_t S_t, a gate f
 """
 
 from flexsp.compiler import decayed_scores
+from flexsp.variants.gla import decay
 from flexsp.variants.maker import maker
 
 
 def chunk(v, g):
     return (-g.expm1() * (g.sum(0) - g.cumsum(0)).exp()).T @ v
-
-
-def decay(prev_s, chunk_state, g):
-    return prev_s * g.sum(0).exp()[:, None] + chunk_state
 
 
 def merge(q, v, g, chunk_state, scale):

@@ -26,10 +26,5 @@ def merge(q, k, v, log_gamma, chunk_state, scale):
 
 
 make = maker(
-    chunk,
-    decay,
-    merge,
-    {"q": "THK", "k": "THK", "v": "THV"},
-    {"log_gamma": "H"},
-    lowerings=[SCALAR_DECAY],
+    chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"log_gamma": "H"}, lowerings=[SCALAR_DECAY]
 )

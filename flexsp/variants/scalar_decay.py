@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import Lowering
+from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.kernels.diagonal import in_pytorch
+from flexsp.kernels.launch_plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
-    from flexsp.kernels.launch_plan import LaunchPlan
 
 __all__ = ["SCALAR_DECAY"]
 

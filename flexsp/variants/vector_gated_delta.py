@@ -29,10 +29,5 @@ def merge(q, k, beta, g, u, w, chunk_state, scale):
 
 
 make = maker(
-    chunk,
-    decay,
-    merge,
-    {"q": "THK", "k": "THK", "v": "THV", "beta": "TH"},
-    {"g": "THK"},
-    lowerings=[DELTA_RULE],
+    chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV", "beta": "TH"}, {"g": "THK"}, lowerings=[DELTA_RULE]
 )

@@ -132,17 +132,9 @@ def kernel_of(
     kind: str, source: str, body: Body, writes: Sequence[str], contracted: set[str], parts: int = 1
 ) -> Kernel:  # fmt: skip
     return Kernel(
-        kind,
-        source,
-        tuple(body.tokens),
-        tuple(body.params),
-        tuple(body.kept),
-        tuple(writes),
-        frozenset(contracted),
-        frozenset(body.by_row),
-        parts,
-        body.entering,
-    )
+        kind, source, tuple(body.tokens), tuple(body.params), tuple(body.kept), tuple(writes), frozenset(contracted),
+        frozenset(body.by_row), parts, body.entering,
+    )  # fmt: skip
 
 
 def index(size: str, body: Body) -> str:

@@ -250,6 +250,11 @@ class _Derivation:
         return tuple(name for name in found if name not in scratch or step.kept[name].running)
 
 
+def _derived(name: str) -> Any:
+    """A property of `Generated` that is this attribute of its `_Derivation`."""
+    return property(lambda code: getattr(code.derive(), name))
+
+
 class Generated:
     """The kernels of one program: their sources, and the module they were written to.
 
@@ -257,6 +262,14 @@ class Generated:
     pieces. The kernels are derived when something of them is first read, which takes seconds, and raises NotEmittable
     if there are none: a call that a lowering runs whole never needs them.
     """
+
+    step: Step = _derived("step")
+    stages: list[Stage] = _derived("stages")
+    saved: tuple[str, ...] = _derived("saved")
+    inverts: bool = _derived("inverts")
+    small: list[str] = _derived("small")
+    layout: Layout = _derived("layout")
+    kernels: dict[str, Kernel] = _derived("kernels")
 
     def __init__(
         self, program: Program, code_dir: str | None = None, chunk_size: int | None = None, pieces: bool = False
@@ -289,34 +302,6 @@ class Generated:
                 self._found = _Derivation(self.program, self.pieces)
             except NotEmittable as error:
                 self._found = str(error)  # the error itself would hold the frames of the attempt
-
-    @property
-    def step(self) -> Step:
-        return self.derive().step
-
-    @property
-    def stages(self) -> list[Stage]:
-        return self.derive().stages
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        return self.derive().saved
-
-    @property
-    def inverts(self) -> bool:
-        return self.derive().inverts
-
-    @property
-    def small(self) -> list[str]:
-        return self.derive().small
-
-    @property
-    def layout(self) -> Layout:
-        return self.derive().layout
-
-    @property
-    def kernels(self) -> dict[str, Kernel]:
-        return self.derive().kernels
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype whose products kernels make for inputs of `dtype`.

@@ -28,6 +28,7 @@ from flexsp.compiler.backend.body import (
 )  # fmt: skip
 from flexsp.compiler.backend.emit import Emitter
 from flexsp.compiler.backend.places import Place
+from flexsp.compiler.frontend.trace import needed_by
 from flexsp.compiler.graphs.differentiate import Step, cut
 from flexsp.compiler.graphs.homogeneous import without
 from flexsp.compiler.graphs.rewrite import dims
@@ -416,12 +417,7 @@ def _refuse_mixed_numbers(named: Mapping[str, Any], held: Sequence[Place]) -> No
     """NotEmittable if a part that is a number depends on other parts of the state, or they on it."""
     numbers = {f"dS{x.suffix}" for x in held if not x.sizes}
     for name, node in named.items():
-        seen, waiting = set(), [node]
-        while waiting:
-            at = waiting.pop()
-            waiting += [x for x in at.all_input_nodes if x not in seen]
-            seen.add(at)
-        read = {x.name for x in seen if x.op == "placeholder" and is_state(x.name)}
+        read = {x.name for x in needed_by([node]) if x.op == "placeholder" and is_state(x.name)}
         own = name.removeprefix("d_").replace("S", "dS", 1)
         mixed = (read & numbers) - {own} or (own in numbers and read - {own})
         if mixed:

@@ -225,12 +225,11 @@ class _Probe:
             for (role, x), traced in zip(results.items(), (self.chunk, self.decay, self.merge), strict=True)
             if not x.isfinite().all()
         )
-        raise CompileError(
-            role,
-            traced.name,
+        text = (
             f"results, computed at {traced.line}, are not finite, whether inputs are normal, in (0, 1) or (-1, 0); "
-            "what grows, such as the exponential of a positive gate, overflows in training too",
+            "what grows, such as the exponential of a positive gate, overflows in training too"
         )
+        raise CompileError(role, traced.name, text)
 
     def _check_causal(self, base: _Run) -> None:
         """New values of the tokens from j on must not change outputs before j."""
@@ -241,12 +240,11 @@ class _Probe:
                 new = torch.cat([x[:j], self._number(self.shapes[name], self.signs[name])[j:]])
                 again = self._run({**base.values, name: new}, base.state).o
                 if not torch.allclose(again[:j], base.o[:j], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
-                    raise CompileError(
-                        "merge_mode",
-                        self.merge.name,
+                    text = (
                         f"not causal: token {j} of {name!r} changes the output of earlier tokens, computed at "
-                        f"{self.merge.line}; mask the scores, for example with tril(0)",
+                        f"{self.merge.line}; mask the scores, for example with tril(0)"
                     )
+                    raise CompileError("merge_mode", self.merge.name, text)
 
     def _check_overflow(self) -> None:
         """Strong decay must not overflow above the diagonal: a mask after the exponential is too late for gradients."""
@@ -263,12 +261,11 @@ class _Probe:
             if run.finite and _finite_gradients(run.F.sum() + run.after.sum() + run.o.sum(), leaves):
                 continue
             role, traced = ("chunk_mode", self.chunk) if at in self.chunk.graph.nodes else ("merge_mode", self.merge)
-            raise CompileError(
-                role,
-                traced.name,
+            text = (
                 f"results or gradients are not finite where {name!r} is {strong:g}: the exponential at {location(at)} "
-                "overflows above the diagonal; use decayed_scores(q, k, b), or mask the exponent before it",
+                "overflows above the diagonal; use decayed_scores(q, k, b), or mask the exponent before it"
             )
+            raise CompileError(role, traced.name, text)
 
     def _classify(self, base: _Run) -> tuple[str, Traced | None]:
         """The kind of transition, and A of S -> A S + F: read from the graph of decay and checked on random states."""
@@ -295,12 +292,11 @@ class _Probe:
             return "dense", linear
         if elementwise:
             return "sequential", None
-        raise CompileError(
-            "decay_mode",
-            self.decay.name,
+        text = (
             f"the result, computed at {self.decay.line}, is affine in {STATE}, but neither elementwise nor a matrix "
-            f"from the left (A @ {STATE}); {_other_way(self.decay)}",
+            f"from the left (A @ {STATE}); {_other_way(self.decay)}"
         )
+        raise CompileError("decay_mode", self.decay.name, text)
 
     def _maxima(self, base: _Run) -> tuple[str, Traced | None]:
         """The kind "max-plus" and S + a if decay is S -> max(S + a, F), else "sequential"."""

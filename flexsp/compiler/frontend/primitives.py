@@ -12,17 +12,9 @@ from typing import Any
 import torch
 
 __all__ = [
-    "cache_result",
-    "decayed_scores",
-    "decayed_sums",
-    "identity",
-    "matmul_out_fp32",
-    "primitive",
-    "joined",
-    "part_of",
-    "to_floating",
-    "unit_lower_inverse",
-]
+    "cache_result", "decayed_scores", "decayed_sums", "identity", "matmul_out_fp32", "primitive", "joined", "part_of",
+    "to_floating", "unit_lower_inverse",
+]  # fmt: skip
 
 
 def primitive(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -11,7 +11,7 @@ import inspect
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -35,7 +35,7 @@ from flexsp.compiler.frontend.primitives import (
 )  # fmt: skip
 from flexsp.exceptions import FlexspError
 
-__all__ = ["CompileError", "Traced", "location", "named", "trace"]
+__all__ = ["CompileError", "Traced", "location", "named", "needed_by", "trace", "user_line"]
 
 PRIMITIVES = (
     cache_result, decayed_scores, decayed_sums, identity, joined, matmul_out_fp32, part_of, to_floating,
@@ -120,12 +120,22 @@ def named(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+def needed_by(nodes: Iterable[Any], stop: Collection[Any] = ()) -> set[Any]:
+    """These nodes and all that they are computed from, but for what those in `stop` are computed from."""
+    seen: set[Any] = set()
+    waiting = [x for x in nodes if isinstance(x, Node)]
+    while waiting:
+        at = waiting.pop()
+        if at not in seen:
+            seen.add(at)
+            waiting += at.all_input_nodes if at not in stop else []
+    return seen
+
+
 def trace(
-    function: Callable[..., torch.Tensor],
-    role: str,
-    known: Collection[str] | None = None,
+    function: Callable[..., torch.Tensor], role: str, known: Collection[str] | None = None,
     numbers: Collection[str] = (),
-) -> Traced:
+) -> Traced:  # fmt: skip
     """Traces one function of a variant, checks its operators and applies the rewrites above.
 
     Args:
@@ -187,20 +197,17 @@ def _graph(function: Callable[..., torch.Tensor], role: str, name: str) -> Graph
         with torch.enable_grad():
             return _Tracer().trace(function)
     except torch.fx.proxy.TraceError as error:
-        raise CompileError(
-            role,
-            name,
-            f"control flow depends on a tensor's value or size; use torch.where, or a Python constant ({error})",
-        ) from error
+        text = f"control flow depends on a tensor's value or size; use torch.where, or a Python constant ({error})"
+        raise CompileError(role, name, text) from error
     except Exception as error:
         if isinstance(error, TypeError) and "item assignment" in str(error):
             raise CompileError(role, name, "assigns to part of a tensor; build it with torch.where or cat") from error
-        raise CompileError(
-            role,
-            name,
-            f"cannot be traced at {_line(error)}: {type(error).__name__}: {first_line(error)}; values and sizes of "
-            "tensors are not known yet, so make them with ones_like, zeros_like or identity, and no loop over a size",
-        ) from error
+        line = user_line(error, (*_SKIPPED, "<string>")) or "an unknown line"
+        text = (
+            f"cannot be traced at {line}: {type(error).__name__}: {first_line(error)}; values and sizes of "
+            "tensors are not known yet, so make them with ones_like, zeros_like or identity, and no loop over a size"
+        )
+        raise CompileError(role, name, text) from error
 
 
 def first_line(error: Exception) -> str:
@@ -208,12 +215,12 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _line(error: Exception) -> str:
-    """The line of the user's file that raised."""
-    at, found = error.__traceback__, "an unknown line"
+def user_line(error: Exception, skipped: tuple[str, ...]) -> str:
+    """ "FILE:LINE (source)" of the innermost line that raised in none of the `skipped` folders and files, or ""."""
+    at, found = error.__traceback__, ""
     while at is not None:
         file = at.tb_frame.f_code.co_filename
-        if not file.startswith(_SKIPPED) and file != "<string>":
+        if not file.startswith(skipped):
             found = f"{file}:{at.tb_lineno} ({linecache.getline(file, at.tb_lineno).strip()})"
         at = at.tb_next
     return found
@@ -482,26 +489,13 @@ def _zeroed(value: Node, user: Node, factors: tuple[Node, ...]) -> _Mask | None:
     return masks.pop() if len(masks) == 1 else None
 
 
-def _needs(node: Node, other: Node) -> bool:
-    """Whether `node` is computed from `other`."""
-    seen, waiting = set(), [node]
-    while waiting:
-        at = waiting.pop()
-        if at is other:
-            return True
-        if at not in seen:
-            seen.add(at)
-            waiting += at.all_input_nodes
-    return False
-
-
 def _mask_exponents(graph: Graph) -> None:
     for node in list(graph.nodes):
         if not _is(node, "exp", "exp2"):
             continue
         for user in list(node.users):
             mask = _zeroed(node, user, ())
-            if mask is None or any(_needs(x, user) for x in mask.nodes):
+            if mask is None or user in needed_by(mask.nodes):
                 continue
             if mask.kind == "tril":
                 args = (node.args[0], mask.diagonal, mask.like, mask.factors)
@@ -561,12 +555,11 @@ def _triangular_inverses(graph: Graph, role: str, name: str) -> None:
             continue
         argument = node.args[0]
         if not (_is(argument, "add", "sub") and _is_unit_lower(argument)):
-            raise CompileError(
-                role,
-                name,
+            text = (
                 f"inverse at {location(node)} is of a matrix that is not seen to be unit lower "
-                "triangular; write (identity(x, n) + y.tril(-1)).inverse() or unit_lower_inverse(...)",
+                "triangular; write (identity(x, n) + y.tril(-1)).inverse() or unit_lower_inverse(...)"
             )
+            raise CompileError(role, name, text)
         with graph.inserting_before(node):
             new = graph.call_function(unit_lower_inverse, (argument,))
         new.meta = dict(node.meta)

@@ -25,7 +25,7 @@ from flexsp.compiler.frontend import primitives
 from flexsp.compiler.frontend.check import SECOND_MATRIX
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE, ConstExpr, Size
 from flexsp.compiler.frontend.program import Program
-from flexsp.compiler.frontend.trace import Traced, location, named
+from flexsp.compiler.frontend.trace import Traced, location, named, needed_by
 from flexsp.compiler.graphs import intrinsics
 from flexsp.compiler.graphs.inverses import shorten_adjoints
 from flexsp.compiler.graphs.rewrite import DIMS, cheapen, dims, row_scaled, simplify
@@ -423,7 +423,7 @@ class _Keeper:
             self.wide.add(name)
 
     def run(self) -> None:
-        forward = _ancestors([node for name, node in self.named.items() if name == "o" or is_state(name)])
+        forward = needed_by([node for name, node in self.named.items() if name == "o" or is_state(name)])
         matrix = len(dims(self.named["S"])) == 2
         for node in self.graph.nodes if matrix else ():
             running = node.target is aten.cumsum.default and node.args[1] == 0
@@ -497,7 +497,7 @@ class _Keeper:
                 for x in node.args:
                     x = x.args[0] if x.target is aten.t.default else x
                     known = x.op == "placeholder" or x in self.found.values()
-                    if not known and not _heavy(x) and dims(x)[:1] == ("C",) and wide & _ancestors([x]):
+                    if not known and not _heavy(x) and dims(x)[:1] == ("C",) and wide & needed_by([x]):
                         self._keep(f"gated_{len(self.found)}", x, "gated")
 
     def _intrinsic(self, node: Any) -> None:
@@ -535,21 +535,10 @@ _KINDS = {
 }
 
 
-def _ancestors(nodes: Iterable[Any]) -> set[Any]:
-    seen: set[Any] = set()
-    waiting = [x for x in nodes if isinstance(x, Node)]
-    while waiting:
-        at = waiting.pop()
-        if at not in seen:
-            seen.add(at)
-            waiting += at.all_input_nodes
-    return seen
-
-
 def _heavy(node: Any) -> bool:
     """Whether this value depends on a matrix product, an intrinsic or the state."""
     return any(
-        at.target is aten.mm.default or at.target in _KINDS or is_state(at.name) for at in _ancestors([node])
+        at.target is aten.mm.default or at.target in _KINDS or is_state(at.name) for at in needed_by([node])
     )
 
 

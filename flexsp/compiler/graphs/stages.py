@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flexsp.compiler.frontend.meta import OURS
+from flexsp.compiler.frontend.trace import needed_by
 from flexsp.compiler.graphs.differentiate import ChunkTensor, Intrinsic, Step, copied
 from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import is_state
@@ -98,9 +99,9 @@ def split_gradients(
     graph, copies, results = copied(step.graph)
     graph.output([*results, *(copies[node] for node in sums.values())])
     parts = [[name] for name in large]
-    needs = [_needs([named[name]], stop) for name in large]
+    needs = [needed_by([named[name]], stop) for name in large]
     for name, node in sums.items():
-        mine = _needs([node], stop)
+        mine = needed_by([node], stop)
         best = min(range(len(parts)), key=lambda i: _cost(mine - needs[i]))
         parts[best].append(f"keep_{name}")
         needs[best] |= mine
@@ -114,17 +115,6 @@ def split_gradients(
 def _named(step: Step) -> dict[str, Any]:
     end: Any = next(node for node in step.graph.nodes if node.op == "output")
     return dict(zip(step.outputs, end.args[0], strict=True))
-
-
-def _needs(nodes: Iterable[Any], stop: set[Any]) -> set[Any]:
-    seen: set[Any] = set()
-    waiting = list(nodes)
-    while waiting:
-        at = waiting.pop()
-        if at not in seen:
-            seen.add(at)
-            waiting += at.all_input_nodes if at not in stop else []
-    return seen
 
 
 def _cost(nodes: set[Any]) -> int:

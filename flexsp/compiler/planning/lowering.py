@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
+from flexsp.compiler.frontend.program import Program
 from flexsp.exceptions import fail
 from flexsp.kernels.launch_plan import Buffer, LaunchPlan
 from flexsp.kernels.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.frontend.program import Program
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
 

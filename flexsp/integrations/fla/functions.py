@@ -71,13 +71,9 @@ def over_ranks(op: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Ten
     """An operator of flash-linear-attention, as its layers call it, by flexsp's operator of the same arguments."""
 
     def run(
-        *,
-        initial_state: Tensor | None = None,
-        output_final_state: bool | None = False,
-        state_v_first: bool = False,
-        cu_seqlens: None = None,
-        **given: Any,
-    ) -> tuple[Tensor, None]:
+        *, initial_state: Tensor | None = None, output_final_state: bool | None = False, state_v_first: bool = False,
+        cu_seqlens: None = None, **given: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         without_states(initial_state, bool(output_final_state))
         return op(**given, **_sequence().call)[0], None
 
@@ -94,17 +90,9 @@ def recurrent_product(steps: int) -> Callable[..., tuple[Tensor, None]]:
     first one has the gate and the last one the query."""
 
     def run(
-        *,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        output_final_state: bool | None,
-        cu_seqlens: None,
-        use_qk_l2norm_in_kernel: bool,
-    ) -> tuple[Tensor, None]:
+        *, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, initial_state: Tensor | None,
+        output_final_state: bool | None, cu_seqlens: None, use_qk_l2norm_in_kernel: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         without_states(initial_state, bool(output_final_state))
         o, _ = chunk_gated_delta_product(
             q[:, steps - 1 :: steps], k, v, None if g is None else g[:, ::steps], beta, steps,
@@ -116,17 +104,9 @@ def recurrent_product(steps: int) -> Callable[..., tuple[Tensor, None]]:
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    backend: str | None = None,
-    mask: None = None,
-    cache: None = None,
-    output_final_state: bool | None = False,
-    cu_seqlens: None = None,
-) -> tuple[Tensor, None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, backend: str | None = None,
+    mask: None = None, cache: None = None, output_final_state: bool | None = False, cu_seqlens: None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
     """x [B, T_local, D], weight [D, W], bias [D] -> [B, T_local, D]."""
     without_states(cache, bool(output_final_state))
     if mask is not None:
@@ -184,13 +164,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_siz
 
 
 def mamba2_forward(
-    module: Any,
-    hidden_states: Tensor,
-    attention_mask: None = None,
-    past_key_values: None = None,
-    use_cache: bool | None = False,
-    output_attentions: bool | None = False,
-) -> tuple[Tensor, None, None]:
+    module: Any, hidden_states: Tensor, attention_mask: None = None, past_key_values: None = None,
+    use_cache: bool | None = False, output_attentions: bool | None = False,
+) -> tuple[Tensor, None, None]:  # fmt: skip
     """The forward of `Mamba2`, whose own code calls no function for the scan. [B, T_local, D] -> [B, T_local, D]."""
     without_states(past_key_values, bool(use_cache))
     width, states = module.intermediate_size, module.n_groups * module.ssm_state_size

@@ -103,14 +103,9 @@ def _mixer_forward(
 
 
 def _layer_forward(
-    over_ranks: Callable[..., Any],
-    sp: SequenceParallel,
-    original: Callable[..., Any],
-    module: nn.Module,
-    hidden_states: Tensor,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
+    over_ranks: Callable[..., Any], sp: SequenceParallel, original: Callable[..., Any], module: nn.Module,
+    hidden_states: Tensor, cu_seqlens: Tensor | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """A layer alone, always over the ranks."""
     try:
         _check_call(hidden_states, sp, kwargs)

@@ -90,14 +90,9 @@ def head_forward(
 
 
 def forward_on_shard(
-    causal: CausalModel,
-    sp: SequenceParallel,
-    later: Callable[[Any], Iterable[str]],
-    original: Callable[..., Any],
-    model: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    causal: CausalModel, sp: SequenceParallel, later: Callable[[Any], Iterable[str]], original: Callable[..., Any],
+    model: Any, *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """The forward of a parallelized model. Without a shard it is the original one.
 
     Args:

@@ -27,14 +27,9 @@ __all__ = [
 
 
 def causal_conv1d(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    flexsp_shard: Shard,
-    **kwargs: Any,
-) -> Tensor:
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    flexsp_shard: Shard, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """hidden_states [B, D, T_local], weight [D, W], bias [D] -> [B, D, T_local]."""
     from transformers.activations import ACT2FN
 
@@ -47,18 +42,9 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
     """query, key [B, T_local, H, K], value [B, T_local, HV, V], g and beta as of the op -> [B, T_local, HV, V]."""
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None = None,
-        output_final_state: bool = False,
-        use_qk_l2norm_in_kernel: bool = False,
-        *,
-        flexsp_shard: Shard,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, *, flexsp_shard: Shard, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         without_states(initial_state, output_final_state)
         if beta.dtype != torch.float32:
             beta = beta.to(query.dtype)
@@ -76,23 +62,11 @@ gated_delta_rule, kimi_delta_rule = _delta_rule(chunk_gated_delta_rule), _delta_
 
 
 def mamba2_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    *,
-    flexsp_shard: Shard,
-    **kwargs: Any,
-) -> Tensor:
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    *, flexsp_shard: Shard, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """hidden_states [B, T_local, H, P], dt [B, T_local, H], A [H], B, C [B, T_local, G, N] -> [B, T_local, H, P]."""
     without_states(initial_states, return_final_states)
     if z is not None:
@@ -106,17 +80,9 @@ def mamba2_scan(
 
 
 def limited_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    **call: Any,
-) -> Tensor:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
+    dt_limit: tuple[float, float], **call: Any,
+) -> Tensor:  # fmt: skip
     """`mamba2_ssd` with step sizes clamped to ``dt_limit``."""
     dtype = accumulation_dtype(x)
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
@@ -135,20 +101,10 @@ def without_states(initial: Tensor | None, final: bool) -> None:
 
 
 def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    *,
-    flexsp_shard: Shard,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, *, flexsp_shard: Shard, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """query [B, H, T_local, K], key [B, HK, T_local, K], value [B, HK, T_local, V] -> [B, T_local, H, V]."""
     if attention_mask is not None:
         fail("attention_mask", "None (a shard knows its documents and its padding)", "a tensor")

@@ -18,14 +18,9 @@ _LOGITS = 1 << 26  # logits in a block at most: 256 MiB in float32
 
 
 def language_loss(
-    logits_of: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    labels: Tensor,
-    vocabulary: int,
-    shard: Shard,
-    counted: int | float | Tensor,
-    z_loss: float = 0.0,
-) -> Tensor:
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, shard: Shard,
+    counted: int | float | Tensor, z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Cross entropy of this rank's tokens divided by ``counted``, times the number of ranks. Its mean over the ranks is
     the loss of the whole batch.
 

@@ -39,13 +39,6 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _saved(ctx: Any, *grads: Optional) -> tuple[Any, ...]:
-    """What the forward pass kept. First statement of a backward pass."""
-    first_only(_NAME, IN_PYTORCH)
-    untransformed(_NAME, IN_PYTORCH, *grads)
-    return tuple(kept_for_backward(ctx))
-
-
 # Running sums ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +122,7 @@ class _Turns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dturns: Optional, dlast: Optional) -> tuple[Optional, ...]:
-        angles, dt, resets = _saved(ctx, dturns, dlast)
+        angles, dt, resets = kept_for_backward(ctx, _NAME, dturns, dlast)
         cut, packed = _cut(angles), resets is not None
         tensors, strides = _given(angles, dt, resets)
         dturns = dt.new_zeros(angles.shape, dtype=torch.float32) if dturns is None else _dense(dturns).contiguous()
@@ -244,7 +237,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
-        x, own, w, *inputs = _saved(ctx, *grads)
+        x, own, w, *inputs = kept_for_backward(ctx, _NAME, *grads)
         given = dict(zip(_ROWS, inputs, strict=True))
         dq, dk, dv, dy = _cotangents(x, inputs[0], grads)
         dx, dw = _skip_grads(dy, dv, x, w)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
+from flexsp.comm.derivatives import keep_for_backward, kept_for_backward
 from flexsp.devices import check_heads
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
 from flexsp.kernels.run import run
@@ -242,9 +242,7 @@ class _Gates(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        first_only(_NAME, IN_PYTORCH)
-        untransformed(_NAME, IN_PYTORCH, grad)
-        (f,) = kept_for_backward(ctx)
+        (f,) = kept_for_backward(ctx, _NAME, grad)
         x = f.float()
         df = (grad * torch.sigmoid(-x)).masked_fill(x < MIN_LOG_FORGET, 0.0)
         return df.to(f.dtype), None, None, None, None

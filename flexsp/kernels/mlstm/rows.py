@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
+from flexsp.comm.derivatives import by_autograd, keep_for_backward, kept_for_backward
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
 from flexsp.kernels.run import run
@@ -169,18 +168,15 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
-        first_only(_KEYS, IN_PYTORCH)
-        untransformed(_KEYS, IN_PYTORCH, *grads)
+        k, i, m = kept_for_backward(ctx, _KEYS, *grads)
         if all(grad is None for grad in grads):
             return None, None, None, None
-        k, i, m = kept_for_backward(ctx)
         dy, other, dweights = grads
         if not plain(k, i, m, *(grad for grad in grads if grad is not None)):
-            return *_in_pytorch_weighted(k, i, m, ctx.dtype, grads), None, None
-        dk, di = (
-            torch.empty_like(k, memory_format=torch.contiguous_format),
-            torch.empty(k.shape[:3], dtype=i.dtype, device=k.device),
-        )
+            found = by_autograd(lambda k, i: in_pytorch.weighted(k, i, m, ctx.dtype), (k, i), grads)
+            return *found, None, None
+        dk = torch.empty_like(k, memory_format=torch.contiguous_format)
+        di = torch.empty(k.shape[:3], dtype=i.dtype, device=k.device)
         k = k if k.stride(-1) == 1 else k.contiguous()
         apart = other is not None or dweights is not None
         if apart:
@@ -195,18 +191,6 @@ class _Weighted(torch.autograd.Function):
         return dk, di, None, None
 
 
-def _in_pytorch_weighted(
-    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype, grads: tuple[Optional, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of keys and gates where something looks at the operators of a backward pass."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (k, i)]
-        found = in_pytorch.weighted(leaves[0], leaves[1], m, dtype)
-        pairs = [(y, grad) for y, grad in zip(found, grads, strict=True) if grad is not None]
-        ys, given = ([pair[n] for pair in pairs] for n in (0, 1))
-    return torch.autograd.grad(ys, leaves, given, materialize_grads=True)
-
-
 class _Quotients(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -219,24 +203,17 @@ class _Quotients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Optional, ...]:
-        first_only(_QUOTIENTS, IN_PYTORCH)
-        untransformed(_QUOTIENTS, IN_PYTORCH, dy)
-        numerator, denominator, m = kept_for_backward(ctx)
+        numerator, denominator, m = kept_for_backward(ctx, _QUOTIENTS, dy)
         eps, dtype = ctx.how
         if not plain(numerator, denominator, m, dy):
-            dn, dd = _in_pytorch(lambda n, d: in_pytorch.quotients(n, d, m, eps, dtype), (numerator, denominator), dy)
+            given = numerator, denominator
+            dn, dd = by_autograd(lambda n, d: [in_pytorch.quotients(n, d, m, eps, dtype)], given, [dy])
             return dn, dd, None, None, None
         numerator, denominator = numerator.contiguous(), denominator.contiguous()
         dn, dd = torch.empty_like(numerator), torch.empty_like(denominator)
         grid, sizes, constants = _cut(numerator)
-        tensors = {
-            "numerator": numerator,
-            "denominator": denominator,
-            "m": m,
-            "dy": dy.contiguous(),
-            "dn": dn,
-            "dd": dd,
-        }
+        tensors = {"numerator": numerator, "denominator": denominator, "m": m, "dy": dy.contiguous()}
+        tensors |= {"dn": dn, "dd": dd}
         if numerator.numel():
             run(mlstm_quotients_grad_kernel, grid, tensors, [eps, *sizes], constants)
         return dn, dd, None, None, None
@@ -251,16 +228,6 @@ def _divided(
         tensors = {"numerator": numerator.contiguous(), "denominator": denominator.contiguous(), "m": m, "y": y}
         run(mlstm_quotients_kernel, grid, tensors, [eps, *sizes], constants)
     return y
-
-
-def _in_pytorch(
-    function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], dy: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Gradients where something looks at the operators of a backward pass."""
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        y = function(*leaves)
-    return torch.autograd.grad(y, leaves, dy)
 
 
 def weighted(

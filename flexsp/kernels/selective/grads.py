@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import LOG2E, chunk_info
+from flexsp.kernels.primitives import chunk_info
 from flexsp.kernels.selective.walks import (
     after_group,
+    begun,
+    channels_of,
     chunk_at,
     decay_of,
     given_of,
@@ -15,10 +17,8 @@ from flexsp.kernels.selective.walks import (
     numbers_of,
     over,
     phi_of,
-    place,
     row_of,
     rows_of,
-    shift_of,
     silu_of,
     state_at,
     step_of,
@@ -151,16 +151,9 @@ def grads_kernel(
     """All gradients, from right to left: du, ddelta, dz [batch, T, D]; dA, dskip and dbias of each segment; those of B
     and C by each program's channels in parts [batch, programs, T, 2, BN]; and of initial states of packed documents."""
     begin(PDL)
-    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
-    b = tl.program_id(1).to(tl.int64)
-    seg = tl.program_id(2)
-    padded = b * (T + C) * BN
-    steps = delta + b * e_sb
-    e_at = head * e_sh + p
-    inside = valid[:, None] & (tl.arange(0, BN) < N)[None, :]
-    shift = shift_of(bias, d, valid, BD, BIAS)
-    rates = tl.load(state_at(A, d, N, BN), mask=inside, other=0.0)
-    rates2 = rates * LOG2E
+    d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
+        delta, A, bias, e_sb, e_sh, T, D, N, P, BD, BN, C, BIAS
+    )
     weight = tl.zeros([BD], tl.float32)
     if SKIP:
         weight = tl.load(skip + d, mask=valid, other=0.0).to(tl.float32)
@@ -177,12 +170,8 @@ def grads_kernel(
         c = until - 1 - i
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = doc.to(tl.int64) * D * N if PACKED else 0
-        if PACKED:  # noqa: SIM102
-            if last:
-                g = tl.zeros([BD, BN], tl.float32)
-                if FINAL:
-                    from_state = state_at(dfinal + at_doc, d, N, BN)
-                    g = tl.load(from_state, mask=inside, other=0.0)
+        if PACKED:
+            g = begun(g, last, dfinal, doc, d, inside, D, N, BN, FINAL)
         from_state = chunk_at(chunks + (b * n_chunks + c) * D * N, d, D, BN)
         for reached in range(0, length, 4):
             q = (length - 1) // 4 * 4 - reached

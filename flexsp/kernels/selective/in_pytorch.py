@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flexsp.comm.derivatives import share_backward, transformed
+from flexsp.comm.group import SequenceParallel
 from flexsp.kernels import reference
-from flexsp.kernels.diagonal.in_pytorch import chunk_layout
+from flexsp.kernels.diagonal.in_pytorch import Layout, chunk_layout
 from flexsp.kernels.reference import States
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.diagonal.in_pytorch import Layout
-    from flexsp.scan.transitions import Transition
+from flexsp.scan.transitions import Transition
 
 __all__ = ["gated", "run", "steps", "weights"]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexsp.comm.derivatives import share_backward
+from flexsp.comm.group import SequenceParallel
 from flexsp.kernels import functions
 from flexsp.kernels.engine import Engine, asks_for_kernels, register
 from flexsp.kernels.functions import Like
@@ -15,7 +16,6 @@ from flexsp.kernels.selective import in_pytorch
 from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.selective.selective_plan import SelectivePlan
 
 __all__ = ["NAME", "selective"]

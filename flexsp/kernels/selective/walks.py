@@ -201,6 +201,36 @@ def before(g, dt, A2, C, do, z, GATE: tl.constexpr):
     return decay_of(dt, A2) * (g + do[:, None] * C[None, :])
 
 
+@triton.jit
+def channels_of(
+    delta, A, bias, e_sb, e_sh, T, D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BD: tl.constexpr,
+    BN: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """What a walk begins with: `place` of its channels; the sequence and the segment; where rows of B and C begin;
+    delta, and where its rows are; which numbers are there [BD, BN]; what is added to delta [BD]; A [BD, BN], and A in
+    base 2."""
+    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
+    b = tl.program_id(1).to(tl.int64)
+    seg = tl.program_id(2)
+    padded = b * (T + C) * BN
+    steps = delta + b * e_sb
+    e_at = head * e_sh + p
+    inside = valid[:, None] & (tl.arange(0, BN) < N)[None, :]
+    shift = shift_of(bias, d, valid, BD, BIAS)
+    rates = tl.load(state_at(A, d, N, BN), mask=inside, other=0.0)
+    return d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates * LOG2E
+
+
+@triton.jit
+def begun(h, starts, given, doc, d, inside, D: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, GIVEN: tl.constexpr):
+    """The state h [BD, BN]; where a document starts, its own of `given` [n_docs, D, N] or zeros."""
+    if starts:
+        h = tl.zeros(h.shape, tl.float32)
+        if GIVEN:
+            h = tl.load(state_at(given + doc.to(tl.int64) * D * N, d, N, BN), mask=inside, other=0.0)
+    return h
+
+
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 
@@ -217,16 +247,9 @@ def summarize_kernel(
     ZERO: nothing enters the rank, so slot 0 becomes 0. initial [n_docs, D, N]: states before packed documents.
     """
     begin(PDL)
-    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
-    b = tl.program_id(1).to(tl.int64)
-    seg = tl.program_id(2)
-    padded = b * (T + C) * BN
-    steps = delta + b * e_sb
-    e_at = head * e_sh + p
-    inside = valid[:, None] & (tl.arange(0, BN) < N)[None, :]
-    shift = shift_of(bias, d, valid, BD, BIAS)
-    rates = tl.load(state_at(A, d, N, BN), mask=inside, other=0.0)
-    rates2 = rates * LOG2E
+    d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
+        delta, A, bias, e_sb, e_sh, T, D, N, P, BD, BN, C, BIAS
+    )
     h = tl.zeros([BD, BN], tl.float32)
     total = tl.zeros([BD], tl.float32)
     cuts = 0
@@ -240,11 +263,8 @@ def summarize_kernel(
         if PACKED:
             cuts = cuts | first.to(tl.int32)
             if first:
-                h = tl.zeros([BD, BN], tl.float32)
                 total = tl.zeros([BD], tl.float32)
-                if INITIAL:
-                    from_state = state_at(initial + doc.to(tl.int64) * D * N, d, N, BN)
-                    h = tl.load(from_state, mask=inside, other=0.0)
+            h = begun(h, first, initial, doc, d, inside, D, N, BN, INITIAL)
         v0, v1, v2, v3 = u0, u1, u2, u3
         dt, _ = steps_of(e0, e1, e2, e3, shift, left, valid, SOFTPLUS)
         t, left, doc, first, last = group_of(table, tl.minimum(i + 1, until - 1), T, C, PACKED)
@@ -273,16 +293,9 @@ def output_kernel(
 ):  # fmt: skip
     """o [batch, T, D] = (C h + D u) silu(z), and the final states of packed documents."""
     begin(PDL)
-    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
-    b = tl.program_id(1).to(tl.int64)
-    seg = tl.program_id(2)
-    padded = b * (T + C) * BN
-    steps = delta + b * e_sb
-    e_at = head * e_sh + p
-    inside = valid[:, None] & (tl.arange(0, BN) < N)[None, :]
-    shift = shift_of(bias, d, valid, BD, BIAS)
-    rates = tl.load(state_at(A, d, N, BN), mask=inside, other=0.0)
-    rates2 = rates * LOG2E
+    d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
+        delta, A, bias, e_sb, e_sh, T, D, N, P, BD, BN, C, BIAS
+    )
     weight = tl.zeros([BD], tl.float32)
     if SKIP:
         weight = tl.load(skip + d, mask=valid, other=0.0).to(tl.float32)
@@ -298,12 +311,8 @@ def output_kernel(
         z0, z1, z2, z3 = rows_of(z + b * z_sb, t, left, z_st, head * z_sh + p, valid)
     for i in range(group, until):
         at, there, at_doc, ends = t, left, doc.to(tl.int64) * D * N if PACKED else 0, last
-        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
-            if first:
-                h = tl.zeros([BD, BN], tl.float32)
-                if INITIAL:
-                    from_state = state_at(initial + at_doc, d, N, BN)
-                    h = tl.load(from_state, mask=inside, other=0.0)
+        if PACKED:
+            h = begun(h, first, initial, doc, d, inside, D, N, BN, INITIAL)
         v0, v1, v2, v3 = u0, u1, u2, u3
         w0, w1, w2, w3 = z0, z1, z2, z3
         dt, _ = steps_of(e0, e1, e2, e3, shift, left, valid, SOFTPLUS)
@@ -323,7 +332,7 @@ def output_kernel(
         tl.store(to + 2 * D, read(h, c2, v2, weight, w2, GATE).to(o.dtype.element_ty), mask=valid & (there > 2))
         h = after(h, dt[3], rates, rates2, v3, b3, ZOH)
         tl.store(to + 3 * D, read(h, c3, v3, weight, w3, GATE).to(o.dtype.element_ty), mask=valid & (there > 3))
-        if PACKED and FINAL:  # noqa: SIM102
+        if PACKED and FINAL:  # noqa: SIM102 (a constexpr, then a value)
             if ends:
                 to_state = state_at(final + at_doc, d, N, BN)
                 tl.store(to_state, h, mask=inside)
@@ -340,16 +349,9 @@ def summarize_backward_kernel(
     """dstates [batch, n_seg + 1, D, N]: what segment s adds, from right to left, to the gradient of the state before it
     in slot s. ZERO: nothing enters, so slot n_seg becomes 0. dfinal: of packed documents."""
     begin(PDL)
-    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
-    b = tl.program_id(1).to(tl.int64)
-    seg = tl.program_id(2)
-    padded = b * (T + C) * BN
-    steps = delta + b * e_sb
-    e_at = head * e_sh + p
-    inside = valid[:, None] & (tl.arange(0, BN) < N)[None, :]
-    shift = shift_of(bias, d, valid, BD, BIAS)
-    rates = tl.load(state_at(A, d, N, BN), mask=inside, other=0.0)
-    rates2 = rates * LOG2E
+    d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
+        delta, A, bias, e_sb, e_sh, T, D, N, P, BD, BN, C, BIAS
+    )
     g = tl.zeros([BD, BN], tl.float32)
     group = seg * per_seg * (C // 4)
     until = tl.minimum(seg * per_seg + per_seg, n_chunks) * (C // 4)
@@ -362,12 +364,8 @@ def summarize_backward_kernel(
         z0, z1, z2, z3 = rows_of(z + b * z_sb, t, left, z_st, z_at, valid)
     for i in range(group, until):
         at, there, begins = t, left, first
-        if PACKED:  # noqa: SIM102
-            if last:
-                g = tl.zeros([BD, BN], tl.float32)
-                if FINAL:
-                    from_state = state_at(dfinal + doc.to(tl.int64) * D * N, d, N, BN)
-                    g = tl.load(from_state, mask=inside, other=0.0)
+        if PACKED:
+            g = begun(g, last, dfinal, doc, d, inside, D, N, BN, FINAL)
         x0, x1, x2, x3 = y0, y1, y2, y3
         w0, w1, w2, w3 = z0, z1, z2, z3
         dt, _ = steps_of(e0, e1, e2, e3, shift, left, valid, SOFTPLUS)
@@ -399,16 +397,9 @@ def chunk_states_kernel(
 ):  # fmt: skip
     """chunks [batch, n_chunks, N, D]: the states that enter the chunks."""
     begin(PDL)
-    d, valid, head, p = place(tl.program_id(0) * BD, D, P, BD)
-    b = tl.program_id(1).to(tl.int64)
-    seg = tl.program_id(2)
-    padded = b * (T + C) * BN
-    steps = delta + b * e_sb
-    e_at = head * e_sh + p
-    inside = valid[:, None] & (tl.arange(0, BN) < N)[None, :]
-    shift = shift_of(bias, d, valid, BD, BIAS)
-    rates = tl.load(state_at(A, d, N, BN), mask=inside, other=0.0)
-    rates2 = rates * LOG2E
+    d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
+        delta, A, bias, e_sb, e_sh, T, D, N, P, BD, BN, C, BIAS
+    )
     from_state = state_at(states + (b * (n_seg + 1) + seg) * D * N, d, N, BN)
     h = tl.load(from_state, mask=inside, other=0.0)
     group = seg * per_seg * (C // 4)
@@ -418,12 +409,8 @@ def chunk_states_kernel(
     e0, e1, e2, e3 = rows_of(steps, t, left, e_st, e_at, valid)
     for i in range(group, until):
         at, there = t, left
-        if PACKED:  # noqa: SIM102
-            if first:
-                h = tl.zeros([BD, BN], tl.float32)
-                if INITIAL:
-                    from_state = state_at(initial + doc.to(tl.int64) * D * N, d, N, BN)
-                    h = tl.load(from_state, mask=inside, other=0.0)
+        if PACKED:
+            h = begun(h, first, initial, doc, d, inside, D, N, BN, INITIAL)
         to = chunk_at(chunks + (b * n_chunks + i // (C // 4)) * D * N, d, D, BN)
         tl.store(to, h, mask=inside & (i % (C // 4) == 0))
         v0, v1, v2, v3 = u0, u1, u2, u3

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.engine import Engine, register
+from flexsp.kernels.operators import Asked
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
-    from flexsp.kernels.operators import Asked
     from flexsp.kernels.vector.vector_plan import VectorPlan
 
 __all__ = ["vector_state"]

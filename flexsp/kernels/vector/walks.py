@@ -37,6 +37,16 @@ def decay_of(g):
     return tl.exp2(g * LOG2E)
 
 
+@triton.jit
+def begun(h, starts, given, doc, d, valid, D: tl.constexpr, GIVEN: tl.constexpr):
+    """The state h [BD]; where a document starts, its own of `given` [n_docs, D] or zeros."""
+    if starts:
+        h = tl.zeros(h.shape, tl.float32)
+        if GIVEN:
+            h = tl.load(given + doc.to(tl.int64) * D + d, mask=valid, other=0.0)
+    return h
+
+
 # Kernels --------------------------------------------------------------------------------------------------------------
 
 
@@ -62,11 +72,8 @@ def summarize_kernel(
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         if PACKED:
             cuts = cuts | first.to(tl.int32)
-            if first:
-                h = tl.zeros([BD], tl.float32)
-                total = tl.zeros([BD], tl.float32)
-                if INITIAL:
-                    h = tl.load(initial + doc.to(tl.int64) * D + d, mask=valid, other=0.0)
+            h = begun(h, first, initial, doc, d, valid, D, INITIAL)
+            total = tl.where(first, 0.0, total)
         xs = rows_of(x + b * x_sb, start, length, x_st, head * x_sh + p, valid, C)
         gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
         for i in tl.static_range(C):
@@ -98,11 +105,8 @@ def output_kernel(
     for c in range(seg * per_seg, tl.minimum(seg * per_seg + per_seg, n_chunks)):
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = doc.to(tl.int64) * D if PACKED else 0
-        if PACKED:  # noqa: SIM102 (a constexpr, then a value)
-            if first:
-                h = tl.zeros([BD], tl.float32)
-                if INITIAL:
-                    h = tl.load(initial + at_doc + d, mask=valid, other=0.0)
+        if PACKED:
+            h = begun(h, first, initial, doc, d, valid, D, INITIAL)
         xs = rows_of(x + b * x_sb, start, length, x_st, head * x_sh + p, valid, C)
         gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
         tl.store(chunks + (b * n_chunks + c) * D + d, h, mask=valid)
@@ -110,7 +114,7 @@ def output_kernel(
         for i in tl.static_range(C):
             h = decay_of(gs[i]) * h + xs[i]
             tl.store(to + i * D, h.to(o.dtype.element_ty), mask=valid & (i < length))
-        if PACKED and FINAL:  # noqa: SIM102
+        if PACKED and FINAL:  # noqa: SIM102 (a constexpr, then a value)
             if last:
                 tl.store(final + at_doc + d, h, mask=valid)
 
@@ -133,11 +137,8 @@ def summarize_backward_kernel(
     until = tl.minimum(chunk + per_seg, n_chunks)
     for j in range(0, until - chunk):
         start, length, doc, first, last = chunk_info(table, until - 1 - j, T, C, PACKED)
-        if PACKED:  # noqa: SIM102
-            if last:
-                dh = tl.zeros([BD], tl.float32)
-                if FINAL:
-                    dh = tl.load(dfinal + doc.to(tl.int64) * D + d, mask=valid, other=0.0)
+        if PACKED:
+            dh = begun(dh, last, dfinal, doc, d, valid, D, FINAL)
         gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)
         dos = rows_of(do + b * o_sb, start, length, o_st, head * o_sh + p, valid, C)
         for i in tl.static_range(C):
@@ -169,11 +170,8 @@ def grads_kernel(
         c = until - 1 - j
         start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
         at_doc = doc.to(tl.int64) * D if PACKED else 0
-        if PACKED:  # noqa: SIM102
-            if last:
-                dh = tl.zeros([BD], tl.float32)
-                if FINAL:
-                    dh = tl.load(dfinal + at_doc + d, mask=valid, other=0.0)
+        if PACKED:
+            dh = begun(dh, last, dfinal, doc, d, valid, D, FINAL)
         h = tl.load(chunks + (b * n_chunks + c) * D + d, mask=valid, other=0.0)
         xs = rows_of(x + b * x_sb, start, length, x_st, head * x_sh + p, valid, C)
         gs = rows_of(g + b * g_sb, start, length, g_st, head * g_sh + p, valid, C)

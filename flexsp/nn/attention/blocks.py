@@ -24,15 +24,9 @@ _INSTEAD = "torch.nn.functional.scaled_dot_product_attention has them, on one ra
 
 
 def attend_in_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranges: torch.Tensor,
-    scale: float,
-    offset: int,
-    causal: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, scale: float, offset: int, causal: bool,
     window: int | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """softmax(scale q k^T) v of q [B, TQ, H, K], k [B, TK, HK, K] and v [B, TK, HK, V], as [B, TQ, H, V].
 
     Args:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from flexsp.comm.group import ranks_call
+from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.exceptions import check_integer, check_number
 from flexsp.nn.attention.local import BACKENDS, Sight, attend
 from flexsp.nn.attention.over_ranks import EXCHANGES, attend_over_ranks, choose_exchange
 from flexsp.nn.norm import check_choice
 from flexsp.ops import _validate as check
 from flexsp.scan.tokens import without_tail
-
-if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
 
 __all__ = ["scaled_dot_product_attention"]
 

@@ -1,0 +1,98 @@
+"""What tests use of Triton that is not its public interface; `flexsp.runtime.triton_private` has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+__all__ = [
+    "SharedMemory", "compiling_to_shared_memory", "interpreter", "record_launches", "watching_interpreter",
+]  # fmt: skip
+
+
+@contextmanager
+def record_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
+    """Collects (kernel, args, kwargs) of every Triton launch in the block instead of running it."""
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    original: Callable[..., Any] = JITFunction.__getitem__
+
+    def record(self: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: launches.append((self, args, kwargs))
+
+    JITFunction.__getitem__ = record
+    try:
+        yield launches
+    finally:
+        JITFunction.__getitem__ = original
+
+
+class SharedMemory(Exception):
+    """How many bytes of it a kernel takes."""
+
+
+@contextmanager
+def compiling_to_shared_memory() -> Iterator[None]:
+    """Compilations end in `SharedMemory` as soon as that is known, before PTX is made."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def stop(self: Any, src: Any, metadata: dict[str, Any], *rest: Any) -> None:
+        raise SharedMemory(metadata["shared"])
+
+    original, CUDABackend.make_ptx = CUDABackend.make_ptx, stop
+    try:
+        yield
+    finally:
+        CUDABackend.make_ptx = original
+
+
+def interpreter() -> Any:
+    """Triton's module that interprets kernels; it needs TRITON_INTERPRET=1."""
+    from triton.runtime import interpreter
+
+    return interpreter
+
+
+@contextmanager
+def watching_interpreter(
+    launched: Callable[[str, list[Any]], None], touched: Callable[[str, Any, int], None]
+) -> Iterator[None]:
+    """Under the interpreter, calls `launched(kernel's name, its tensors)` before each launch, and `touched("load" or
+    "store", addresses of what is not masked, bytes of an element)` before each access through pointers."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    start = GridExecutor._init_args_hst
+
+    def told(what: str, pointers: Any, mask: Any) -> None:
+        nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        touched(what, pointers.data[_broadcast(mask.data, pointers.data.shape)], nbytes)
+
+    def told_start(self: Any, args: Any, kwargs: Any) -> Any:
+        given = start(self, args, kwargs)
+        launched(self.fn.__name__, [x for x in (*given[0], *given[1].values()) if hasattr(x, "data_ptr")])
+        return given
+
+    def told_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        told("load", pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def told_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        told("store", pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = told_load, told_store
+    GridExecutor._init_args_hst = told_start
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        GridExecutor._init_args_hst = start
+
+
+def _broadcast(mask: Any, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    return np.broadcast_to(mask, shape).astype(bool)

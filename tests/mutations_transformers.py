@@ -51,7 +51,7 @@ TRANSFORMERS = [
         "flexsp/integrations/transformers/functions.py",
         ("weight, bias, flexsp_shard.cu_seqlens)", "weight, bias)", "convolutions reach into another document",
          _MODELS + "[kimi_linear]"),
-        ("step.clamp(*dt_limit)", "step", "steps have no limits", _MODELS + "[mamba2]"),
+        ("dt_softplus, dt_limit=dt_limit,", "dt_softplus,", "steps have no limits", _MODELS + "[mamba2]"),
         ("scale=scaling, window=sliding_window", "scale=scaling", "windows are forgotten",
          _BATCH + "test_sliding_windows"),
     ),

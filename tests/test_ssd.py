@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_without(left_out: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("wanted", [("D",), ("dt",), ("A", "x"), ("dt_bias", "D"), ("B",)], ids=str)
 def test_some_gradients(wanted: tuple[str, ...]) -> None:
     check(inputs(random.randrange(2**31)), wanted)
+
+
+@pytest.mark.parametrize("limits", [(0.3, 0.8), (0.5, math.inf)], ids=str)
+def test_limits_of_steps(limits: tuple[float, float]) -> None:
+    check({**inputs(random.randrange(2**31)), "dt_limit": limits}, TENSORS)
+
+
+def test_gates_of_outputs() -> None:
+    given = inputs(random.randrange(2**31))
+    check({**given, "z": torch.randn(B, T, H, P, dtype=torch.float64)}, (*TENSORS, "z"))
 
 
 def test_steps_of_zero() -> None:

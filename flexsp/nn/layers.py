@@ -21,7 +21,7 @@ from flexsp.nn.norm import GatedRMSNorm, check_choice, check_eps
 from flexsp.nn.recurrent import RecurrentLayer, _project, _wide, expanded, head_size
 from flexsp.nn.start import check_starts, start_rates, start_steps
 from flexsp.ops import chunk_simple_gla, mamba2_ssd, recurrent_simple_gla
-from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM, check_limits
 
 _HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "relu": F.relu, "gelu": F.gelu}
 
@@ -109,10 +109,11 @@ class SimpleGLA(RecurrentLayer):
 
 
 def _ssd_token(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, dt_softplus: bool, **states: Any
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, dt_softplus: bool,
+    dt_limit: tuple[float, float], **states: Any,
 ) -> tuple[Tensor, Any]:
-    """`mamba2_ssd` token by token. Without ``dt_softplus``, dt is the step size itself and ``dt_bias`` is not read."""
-    dt = F.softplus(_wide(dt) + dt_bias) if dt_softplus else dt
+    """`mamba2_ssd` token by token, of a dt that goes through softplus."""
+    dt = F.softplus(_wide(dt) + dt_bias).clamp(*dt_limit)
     B, C = (rows.repeat_interleave(x.shape[2] // rows.shape[2], dim=2) for rows in (B, C))
     written = (x * dt.unsqueeze(-1)).to(B.dtype)
     y, state = recurrent_simple_gla(C, B, written, g=dt * A, scale=1.0, **states)
@@ -190,7 +191,7 @@ class Mamba2(RecurrentLayer):
         if conv_init is not None:
             check_number("conv_init", conv_init, above=0)
         self.hidden_act = check_choice("hidden_act", hidden_act, tuple(_HIDDEN))
-        self.dt_limit = _limits("dt_limit", dt_limit)
+        self.dt_limit = check_limits("dt_limit", dt_limit)
         check_starts(dt_min, dt_max, dt_init_floor, A_init_range)
         self.inner_size = expanded("expand", hidden_size, expand)
         if self.inner_size % head_dim:
@@ -235,14 +236,10 @@ class Mamba2(RecurrentLayer):
             mixed = _HIDDEN[self.hidden_act](mixed)
         shared, groups = self.n_groups * self.state_size, (self.n_groups, self.state_size)
         values, B, C = mixed.split([self.inner_size, shared, shared], dim=-1)
-        limited = self.dt_limit != (0.0, math.inf)
-        if limited:
-            low, high = self.dt_limit
-            dt = F.softplus(_wide(dt) + self.dt_bias).clamp(low, high)
         return {
             "x": values.unflatten(-1, (self.num_heads, self.head_dim)), "dt": dt, "A": -torch.exp(_wide(self.A_log)),
             "B": B.unflatten(-1, groups), "C": C.unflatten(-1, groups), "D": self._skip(),
-            "dt_bias": None if limited else self.dt_bias, "dt_softplus": not limited,
+            "dt_bias": self.dt_bias, "dt_softplus": True, "dt_limit": self.dt_limit,
         }, (z, x.dtype)  # fmt: skip
 
     def _skip(self) -> Tensor:
@@ -253,14 +250,3 @@ class Mamba2(RecurrentLayer):
         y, (z, dtype) = o.flatten(-2), for_output
         return self.out_proj((_wide(y) * F.silu(_wide(z)) if self.norm is None else self.norm(y, z)).to(dtype))
 
-
-def _limits(name: str, limits: Any) -> tuple[float, float]:
-    """(least, most) >= 0 of a pair of numbers; most may be infinite."""
-    if not isinstance(limits, (tuple, list)) or len(limits) != 2:
-        fail(name, "a pair of numbers", repr(limits))
-    low, high = limits
-    least = check_number(f"{name}[0]", low)
-    most = math.inf if isinstance(high, float) and high == math.inf else check_number(f"{name}[1]", high)
-    if not 0 <= least <= most:
-        fail(name, "a pair of numbers >= 0, the smaller one first", repr(limits))
-    return least, most

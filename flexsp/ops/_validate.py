@@ -8,6 +8,7 @@ never checked.
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -166,6 +167,18 @@ def check_gate(name: str, g: torch.Tensor, shape: tuple[int, ...], dims: str, li
     """A natural-log gate: in the inputs' dtype or float32, and <= 0."""
     check_tensor(name, g, shape, dims, dtypes=(like.dtype, torch.float32), device=like.device)
     check_non_positive(name, g, "natural-log gates <= 0")
+
+
+def check_limits(name: str, limits: Any) -> tuple[float, float]:
+    """(least, most) >= 0 of a pair of numbers; most may be infinite."""
+    if not isinstance(limits, (tuple, list)) or len(limits) != 2:
+        fail(name, "a pair of numbers", repr(limits))
+    low, high = limits
+    least = check_number(f"{name}[0]", low)
+    most = math.inf if isinstance(high, float) and high == math.inf else check_number(f"{name}[1]", high)
+    if not 0 <= least <= most:
+        fail(name, "a pair of numbers >= 0, the smaller one first", repr(limits))
+    return float(least), float(most)
 
 
 def check_non_positive(name: str, x: torch.Tensor, meaning: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -14,6 +16,8 @@ from flexsp.ops._peers import one_dtype
 from flexsp.scan.tokens import without_tail
 
 __all__ = ["mamba2_ssd"]
+
+NO_LIMIT = (0.0, math.inf)
 
 
 @ranks_call
@@ -34,8 +38,10 @@ def mamba2_ssd(
     cu_seqlens_cpu: torch.Tensor | None = None,
     *,
     state_v_first: bool | None = None,
+    z: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = NO_LIMIT,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T, y_t = C_t S_t + D x_t.
+    """S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T, y_t = C_t S_t + D x_t, times silu(z_t) where z is given.
 
     Dao & Gu 2024, Transformers are SSMs (arXiv 2405.21060), eq. 2 with a scalar A, discretised as in section 7
     (dt multiplies x; no scale on C).
@@ -58,6 +64,9 @@ def mamba2_ssd(
         cu_seqlens_cpu: CPU copy of ``cu_seqlens``, as in `chunk_simple_gla`.
         state_v_first: True for states [B, H, P, N], as mamba_ssm has them, False for [B, H, N, P]. Must be given where
             a state comes in or goes out: the two cannot be told apart where N = P.
+        z: [B, T, H, P] in x's dtype, or None. It is applied in PyTorch, outside of the kernels.
+        dt_limit: the least and the largest step size, after softplus: a pair of numbers from 0 to infinity. Steps
+            outside have no gradient.
 
     Returns:
         y [B, T, H, P] in x's dtype and the final state, laid out as the initial one, or None, by the same rules as
@@ -76,6 +85,8 @@ def mamba2_ssd(
     check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
     check.check_flag("dt_softplus", dt_softplus)
     check.check_flag("output_final_state", output_final_state)
+    limits = None if dt_limit is NO_LIMIT else check.check_limits("dt_limit", dt_limit)
+    limits = None if limits == NO_LIMIT else limits
     sp = check.resolve(sp, x)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
     n_states = check.number_of_states(batch, cu_seqlens)
@@ -84,15 +95,18 @@ def mamba2_ssd(
     check.check_state("initial_state", initial_state, sizes, dims, x, cu_seqlens, sp)
     check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
 
+    if z is not None:
+        check.check_tensor("z", z, tuple(x.shape), "[B, T, H, P]", dtypes=(x.dtype,), device=x.device)
     if asks_for_kernels(x.is_cuda, x.dtype) and (D is None or D.dim() == 1):
-        if not dt_softplus and check.readable(dt):
+        if not dt_softplus and limits is None and check.readable(dt):
             check.check_non_negative("dt", dt if dt_bias is None else dt + dt_bias, "step sizes >= 0 (after dt_bias)")
         if state_v_first and initial_state is not None:
             initial_state = initial_state.transpose(-1, -2)
         y, final = ssd(
-            C, B, x, dt, A, dt_bias, D, softplus=dt_softplus, initial_state=initial_state,
+            C, B, x, dt, A, dt_bias, D, softplus=dt_softplus, limits=limits, initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op="mamba2",
         )  # fmt: skip
+        y = y if z is None else _gated(y, z, cu_seqlens, sp)
         return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final
     if sp is not None and D is not None:  # D does not reach the exchange of states, whose backward pass must run
         x, dt, A, B, C, D, dt_bias, initial_state = share_backward(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
@@ -102,7 +116,9 @@ def mamba2_ssd(
     step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     if dt_softplus:
         step = F.softplus(step)
-    else:
+    if limits is not None:
+        step = step.clamp(*limits)
+    elif not dt_softplus:
         check.check_non_negative("dt", step, "step sizes >= 0 (after dt_bias)")
     y, final = diagonal(
         _heads(C, H), _heads(B, H), (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(dtype), scale=1.0,
@@ -112,7 +128,16 @@ def mamba2_ssd(
     if D is not None:
         weight = D.to(dtype) if D.dim() == 2 else D.to(dtype).unsqueeze(-1)
         y = without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)
+    y = y if z is None else _gated(y, z, cu_seqlens, sp)
     return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final
+
+
+def _gated(
+    y: torch.Tensor, z: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
+) -> torch.Tensor:
+    """y silu(z) in y's dtype, with zeros behind the last document whatever is in z there."""
+    dtype = check.accumulation_dtype(y)
+    return (y.to(dtype) * F.silu(without_tail(z, cu_seqlens, sp).to(dtype))).to(y.dtype)
 
 
 def _check_layout(state_v_first: bool | None, states: bool) -> None:

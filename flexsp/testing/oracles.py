@@ -142,11 +142,14 @@ def mamba2_ssd(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     engine: Engine = token_loop,
+    z: torch.Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, T, H, P = x.shape
     step = dt if dt_bias is None else dt + dt_bias
     if dt_softplus:
         step = torch.log1p(step.exp())
+    step = torch.where(step < dt_limit[0], dt_limit[0], torch.where(step > dt_limit[1], dt_limit[1], step))
     values = (x * step[..., None]).to(x.dtype)
     repeats = H // B.shape[2]
     keys, queries = B.repeat_interleave(repeats, dim=2), C.repeat_interleave(repeats, dim=2)
@@ -155,7 +158,7 @@ def mamba2_ssd(
     )  # fmt: skip
     if D is not None:
         y = (y + x * (D if D.dim() == 2 else D[:, None])).to(x.dtype)
-    return y, state
+    return y if z is None else (y * z * z.sigmoid()).to(x.dtype), state
 
 
 def delta_rule(

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.exceptions import FlexspError, fail
-from flexsp.integrations.transformers.functions import limited_scan, without_states
+from flexsp.integrations.transformers.functions import without_states
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.nn.attention.layer import rotate_first
 from flexsp.nn.conv import convolve
-from flexsp.ops import chunk_gated_delta_product, chunk_gla
+from flexsp.ops import chunk_gated_delta_product, chunk_gla, mamba2_ssd
 from flexsp.scan.tokens import positions
 
 __all__ = [
@@ -174,9 +174,11 @@ def mamba2_forward(
     mixed = module.act(_convolved(mixed, module.conv1d.weight.squeeze(1), module.conv1d.bias))
     x, B, C = mixed.split([width, states, states], dim=-1)
     by_group = (module.n_groups, module.ssm_state_size)
-    y = limited_scan(
+    y, _ = mamba2_ssd(
         x.unflatten(-1, (-1, module.head_dim)), dt, -module.A_log.float().exp(), B.unflatten(-1, by_group),
-        C.unflatten(-1, by_group), module._get_D(), module.dt_bias, True, module.dt_limit, **_sequence().call,
-    ).flatten(-2)  # fmt: skip
+        C.unflatten(-1, by_group), module._get_D(), module.dt_bias, True, dt_limit=module.dt_limit,
+        **_sequence().call,
+    )  # fmt: skip
+    y = y.flatten(-2)
     y = module.norm(y, gate) if module.rmsnorm else y * module.act(gate)
     return module.out_proj(y.to(hidden_states.dtype)), None, None

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexsp.comm.group import sequence_parallel
@@ -18,10 +17,9 @@ from flexsp.integrations.transformers.batch import Shard
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.nn.conv import convolve
 from flexsp.ops import chunk_gated_delta_rule, chunk_kda, mamba2_ssd
-from flexsp.ops._validate import accumulation_dtype
 
 __all__ = [
-    "Attentions", "causal_conv1d", "gated_delta_rule", "kimi_delta_rule", "limited_scan", "mamba2_scan", "not_fused",
+    "Attentions", "causal_conv1d", "gated_delta_rule", "kimi_delta_rule", "mamba2_scan", "not_fused",
     "without_states",
 ]  # fmt: skip
 
@@ -72,23 +70,11 @@ def mamba2_scan(
     if z is not None:
         fail("z", "None (the mixers gate after the scan)", "a tensor")
     with flexsp_shard.known_lengths() as sp:
-        y = limited_scan(
-            hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit, cu_seqlens=flexsp_shard.cu_seqlens,
+        y, _ = mamba2_ssd(
+            hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit=dt_limit, cu_seqlens=flexsp_shard.cu_seqlens,
             cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp,
         )  # fmt: skip
     return y.contiguous()  # callers view it
-
-
-def limited_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None, dt_softplus: bool,
-    dt_limit: tuple[float, float], **call: Any,
-) -> Tensor:  # fmt: skip
-    """`mamba2_ssd` with step sizes clamped to ``dt_limit``."""
-    dtype = accumulation_dtype(x)
-    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
-    if dt_softplus:
-        step = F.softplus(step)
-    return mamba2_ssd(x, step.clamp(*dt_limit), A.to(dtype), B, C, None if D is None else D.to(dtype), **call)[0]
 
 
 def not_fused(*args: Any, **kwargs: Any) -> None:

@@ -111,7 +111,7 @@ class BasePlan(SegmentedPlan):
 
     def small(
         self, kind: str, grid: tuple[int, ...], pointers: Sequence[str | None], to: Sequence[str],
-        numbers: Sequence[int | str], **constants: Any,
+        numbers: Sequence[int | float | str], **constants: Any,
     ) -> LaunchSpec:  # fmt: skip
         """A kernel without products, which takes the number of stages that Triton gives it."""
         how = Launch(0, 2, 1)

@@ -54,16 +54,18 @@ register(Diagonal, [3, 4])
 
 class Ssd(Engine):
     """Calls of the state-space dual: q, k (a row a group of heads), v, "dt" [B, T, H], "A" [H] and, where they are
-    there, "dt_bias" and "D" [H]. The form is "words|description": which of those two there are, "softplus", and what
-    ranks compare of the call."""
+    there, "dt_bias" and "D" [H]. The form is "words|limits|description": which of those two there are, "softplus", the
+    limits of steps or nothing, and what ranks compare of the call."""
 
     kind, title = "ssd", NAME
     params = frozenset(("A", "dt_bias", "D"))
 
     def __init__(self, form: str) -> None:
         self.form = form
-        words, self.description = form.split("|", 1)
+        words, limits, self.description = form.split("|", 2)
         self.words = words.split(",")
+        least, _, most = limits.partition(":")
+        self.limits = (float(least), float(most)) if limits else None
         self.names = ("q", "k", "v", "dt", "A", *(x for x in ("dt_bias", "D") if x in self.words))
 
     def tiling(self, asked: Asked) -> Any:
@@ -78,7 +80,7 @@ class Ssd(Engine):
         return SsdPlan(
             tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
             q.shape[2],
-            softplus, bias, skips, dt.dtype,
+            softplus, bias, skips, self.limits, dt.dtype,
         )  # fmt: skip
 
 
@@ -159,18 +161,19 @@ def ssd(
     D: torch.Tensor | None,
     *,
     softplus: bool,
+    limits: tuple[float, float] | None,
     initial_state: torch.Tensor | None,
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
     sp: SequenceParallel | None,
     op: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """S_t = e^{s_t A} S_{t-1} + s_t k_t v_t^T, o_t = q_t S_t + D v_t with s_t = dt_t + dt_bias or softplus of that, in
-    kernels (`asks_for_kernels`), over inputs already validated: q, k [B, T, G, K], v [B, T, H, V], dt [B, T, H], others
-    [H]."""
+    """S_t = e^{s_t A} S_{t-1} + s_t k_t v_t^T, o_t = q_t S_t + D v_t with s_t = dt_t + dt_bias or softplus of that,
+    within the limits, in kernels (`asks_for_kernels`), over inputs already validated: q, k [B, T, G, K], v [B, T, H,
+    V], dt [B, T, H], others [H]."""
     # torch.compile warns of functions that keep results.
     text_of = _form_of_ssd.__wrapped__ if torch.compiler.is_compiling() else _form_of_ssd
-    form = text_of(op, q.dtype, softplus, dt_bias is not None, D is not None, cu_seqlens is not None)
+    form = text_of(op, q.dtype, softplus, dt_bias is not None, D is not None, limits, cu_seqlens is not None)
     params = [x.contiguous() for x in (A, dt_bias, D) if x is not None]
     blocks = ColumnBlocks.of(v.shape[-1])
     tensors = [q, k, blocks.values(v), blocks.repeated(dt), *(blocks.repeated(x, 0) for x in params)]
@@ -181,8 +184,12 @@ def ssd(
 
 
 @functools.lru_cache(maxsize=256)
-def _form_of_ssd(op: str, dtype: torch.dtype, softplus: bool, bias: bool, skips: bool, packed: bool) -> str:
+def _form_of_ssd(
+    op: str, dtype: torch.dtype, softplus: bool, bias: bool, skips: bool, limits: tuple[float, float] | None,
+    packed: bool,
+) -> str:  # fmt: skip
     there = [("softplus", softplus), ("dt_bias", bias), ("D", skips)]
     words = [word for word, used in there if used]
-    call = f"{op} on {dtype}, {' and '.join(['dt', *words])}{', packed' if packed else ''}"
-    return f"{','.join(words)}|{call}"
+    within = "" if limits is None else "{}:{}".format(*limits)
+    steps = " and ".join([f"dt in {within}" if within else "dt", *words])
+    return f"{','.join(words)}|{within}|{op} on {dtype}, {steps}{', packed' if packed else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,12 +33,14 @@ class SsdPlan(DiagonalPlan):
         softplus: steps are softplus(dt + bias).
         bias: there is a dt_bias.
         skips: there is a D.
+        limits: of steps, None if there are none.
         dt_dtype: of dt.
     """
 
     softplus: bool = False
     bias: bool = False
     skips: bool = False
+    limits: tuple[float, float] | None = None
     dt_dtype: torch.dtype = _F32
     params: ClassVar[tuple[str, ...]] = ()  # whose gradients are sums over tokens
     writing: ClassVar[str | None] = "@writing"
@@ -83,7 +86,11 @@ class SsdPlan(DiagonalPlan):
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"C": self.chunk, "BIAS": self.bias, "SOFTPLUS": self.softplus}
+        return {"C": self.chunk, "BIAS": self.bias, "SOFTPLUS": self.softplus, "LIMITED": self.limits is not None}
+
+    @property
+    def _sizes(self) -> tuple[str | int | float, ...]:
+        return "dt", self.tiling.T, self.tiling.H, *(self.limits or (0.0, math.inf))
 
     def of_gate(self, wanted: Collection[str]) -> bool:
         return any(name in wanted for name in ("dt", "A", "dt_bias"))
@@ -100,7 +107,7 @@ class SsdPlan(DiagonalPlan):
         return self.small(
             "step_kernel", (p.n_chunks, p.B * p.H, 1),
             ["dt", "A", "dt_bias" if self.bias else None, "@gates", "@writing"], ["@gates", "@writing"],
-            ("dt", p.T, p.H), **self._how,
+            self._sizes, **self._how,
         )  # fmt: skip
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -122,7 +129,7 @@ class SsdPlan(DiagonalPlan):
             *(x if x in made else None for x in ("d_dt", "d_A", "d_dt_bias", "d_D")),
         ]  # fmt: skip
         of_step = self.small(
-            "step_grads_kernel", (self._programs, p.B * p.H, 1), pointers, made, ("dt", p.T, p.H, p.n_chunks),
+            "step_grads_kernel", (self._programs, p.B * p.H, 1), pointers, made, (*self._sizes, p.n_chunks),
             **self._how, PARTS=parts, SKIP_PARTS=skip_parts, PER=_CHUNKS, STEPS=of_steps, SKIP=of_skip,
         )  # fmt: skip
         return [*gates, of_step]

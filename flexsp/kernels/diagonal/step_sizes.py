@@ -12,13 +12,20 @@ _LEAST = tl.constexpr(2.0**-100)
 
 
 @triton.jit
-def _step(dt, bias, h, i, length, dt_st, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr):
-    """Step sizes of a chunk's tokens i, and their derivatives after dt."""
+def _step(
+    dt, bias, h, i, length, dt_st, least, most, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr
+):  # fmt: skip
+    """Step sizes of a chunk's tokens i, from `least` to `most` (LIMITED), and their derivatives after dt."""
     x = tl.load(dt + i * dt_st, mask=i < length, other=0.0)
     shift = 0.0
     if BIAS:
         shift = tl.load(bias + h).to(tl.float32)
-    return step_of(x, shift, i < length, SOFTPLUS)
+    step, slope = step_of(x, shift, i < length, SOFTPLUS)
+    if LIMITED:
+        slope = tl.where((step < least) | (step > most), 0.0, slope)
+        step = tl.clamp(step, least, most, propagate_nan=tl.PropagateNan.ALL)
+        step = tl.where(i < length, step, 0.0)
+    return step, slope
 
 
 @triton.jit
@@ -28,8 +35,9 @@ def _positive(step):
 
 @triton.jit
 def step_kernel(
-    dt, A, bias, gate, writing, table, dt_sb, dt_st, dt_sh, T, H,
-    C: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    dt, A, bias, gate, writing, table, dt_sb, dt_st, dt_sh, T, H, least, most,
+    C: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """gate [B, H, chunks * C]: what `gate_kernel` makes of log gates step * A, of step sizes dt [B, T, H]. writing:
     the same less log2 of the step.
@@ -44,7 +52,7 @@ def step_kernel(
     start, length, doc, first, last = chunk_info(table, chunk, T, C, PACKED)
     i = tl.arange(0, C)
     from_dt = dt + (row // H).to(tl.int64) * dt_sb + h.to(tl.int64) * dt_sh + start * dt_st
-    step, slope = _step(from_dt, bias, h, i, length, dt_st, BIAS, SOFTPLUS)
+    step, slope = _step(from_dt, bias, h, i, length, dt_st, least, most, BIAS, SOFTPLUS, LIMITED)
     at = (row.to(tl.int64) * tl.num_programs(0) + chunk) * C + i
     log = step.to(gate.dtype.element_ty) * tl.load(A + h).to(gate.dtype.element_ty)
     log = tl.maximum(log, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
@@ -55,9 +63,10 @@ def step_kernel(
 
 @triton.jit
 def step_grads_kernel(
-    dg, of_keys, of_skip, dt, A, bias, ddt, dA, dbias, dskip, table, dt_sb, dt_st, dt_sh, T, H, n_chunks,
+    dg, of_keys, of_skip, dt, A, bias, ddt, dA, dbias, dskip, table, dt_sb, dt_st, dt_sh, T, H, least, most, n_chunks,
     C: tl.constexpr, PARTS: tl.constexpr, SKIP_PARTS: tl.constexpr, PER: tl.constexpr, BIAS: tl.constexpr,
-    SOFTPLUS: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    SOFTPLUS: tl.constexpr, LIMITED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of PER chunks of a head: ddt [B, H, T] (STEPS), and sums of theirs, dA, dbias and dskip (SKIP) [B, H,
     programs].
@@ -80,7 +89,8 @@ def step_grads_kernel(
         valid = i < length
         chunk = row.to(tl.int64) * n_chunks + c
         if STEPS:
-            step, slope = _step(dt + start * dt_st, bias, h, i, length, dt_st, BIAS, SOFTPLUS)
+            at = dt + start * dt_st
+            step, slope = _step(at, bias, h, i, length, dt_st, least, most, BIAS, SOFTPLUS, LIMITED)
             open_ = valid & ~(step * slow < GATE_MIN)  # a gate that is clamped has no gradient
             of_gate = tl.load(dg + row.to(tl.int64) * T + start + i, mask=open_, other=0.0)
             written = tl.zeros([C], tl.float32)

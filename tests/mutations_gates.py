@@ -108,7 +108,7 @@ GATES = [
     ),
     *_in(
         "flexsp/nn/layers.py",
-        (".clamp(low, high)", "", "steps of Mamba-2 have no limits", "tests/test_layer_formulas.py"),
+        ('"dt_limit": self.dt_limit,', "", "steps of Mamba-2 have no limits", "tests/test_layer_formulas.py"),
         ("gate_first=not norm_before_gate", "gate_first=True", "the gate is always first",
          "tests/test_layer_formulas.py"),
     ),

@@ -172,7 +172,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     ),
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, "z": torch.rand(B, T, H, V), **PACKED},
-        {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp", "state_v_first": "flag", "dt_limit": "limits"},
+        {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp", "state_v_first": "flag",
+         "dt_limit": "limits"},
         {"state_v_first": False},
     ),
     "mamba3": (

@@ -23,4 +23,4 @@ def scalar_decay_executable(
 def ssd_executable(given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float) -> Any:
     """Of Mamba-2's kernels: q, k, v, "dt", "A", "dt_bias" and "D"; final states leave."""
     asked = Asked([*given.values()], initial, None, docs, scale, True, None)
-    return Ssd("softplus,dt_bias,D|").executable(asked)
+    return Ssd("softplus,dt_bias,D||").executable(asked)

@@ -121,7 +121,7 @@ def gradient_of_A(sp: Any, given: dict[str, Any]) -> list[float]:
 
 
 def test_weights_of_channels() -> None:
-    """D [H, P] is added outside of the kernels."""
+    """D [H, P] is added outside of the kernels, which still take the rest."""
     given = inputs(random.randrange(2**31))
     given["D"] = torch.randn(H, P, dtype=torch.float64)
     check(given, TENSORS)

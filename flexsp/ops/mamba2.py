@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,36 +98,34 @@ def mamba2_ssd(
 
     if z is not None:
         check.check_tensor("z", z, tuple(x.shape), "[B, T, H, P]", dtypes=(x.dtype,), device=x.device)
-    if asks_for_kernels(x.is_cuda, x.dtype) and (D is None or D.dim() == 1):
-        if not dt_softplus and limits is None and check.readable(dt):
-            check.check_non_negative("dt", dt if dt_bias is None else dt + dt_bias, "step sizes >= 0 (after dt_bias)")
-        if state_v_first and initial_state is not None:
-            initial_state = initial_state.transpose(-1, -2)
-        y, final = ssd(
-            C, B, x, dt, A, dt_bias, D, softplus=dt_softplus, limits=limits, initial_state=initial_state,
-            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op="mamba2",
-        )  # fmt: skip
-        y = y if z is None else _gated(y, z, cu_seqlens, sp)
-        return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final
-    if sp is not None and D is not None:  # D does not reach the exchange of states, whose backward pass must run
+    kernels, wide = asks_for_kernels(x.is_cuda, x.dtype), D is not None and D.dim() == 2
+    added = D if wide or not kernels else None  # what kernels do not add themselves
+    if sp is not None and added is not None:  # it does not reach the exchange of states, whose backward pass must run
         x, dt, A, B, C, D, dt_bias, initial_state = share_backward(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
+        added = D
     if state_v_first and initial_state is not None:
         initial_state = initial_state.transpose(-1, -2)
+    call: dict[str, Any] = {
+        "initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens, "sp": sp,
+        "op": "mamba2",
+    }  # fmt: skip
     dtype = check.accumulation_dtype(x)
-    step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
-    if dt_softplus:
-        step = F.softplus(step)
-    if limits is not None:
-        step = step.clamp(*limits)
-    elif not dt_softplus:
-        check.check_non_negative("dt", step, "step sizes >= 0 (after dt_bias)")
-    y, final = diagonal(
-        _heads(C, H), _heads(B, H), (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(dtype), scale=1.0,
-        initial_state=initial_state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
-        op="mamba2",
-    )  # fmt: skip
-    if D is not None:
-        weight = D.to(dtype) if D.dim() == 2 else D.to(dtype).unsqueeze(-1)
+    if kernels:
+        if not dt_softplus and limits is None and check.readable(dt):
+            check.check_non_negative("dt", dt if dt_bias is None else dt + dt_bias, "step sizes >= 0 (after dt_bias)")
+        skip = None if wide else D
+        y, final = ssd(C, B, x, dt, A, dt_bias, skip, softplus=dt_softplus, limits=limits, **call)
+    else:
+        step = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+        step = F.softplus(step) if dt_softplus else step
+        if limits is not None:
+            step = step.clamp(*limits)
+        elif not dt_softplus:
+            check.check_non_negative("dt", step, "step sizes >= 0 (after dt_bias)")
+        values, gates = (x * step.unsqueeze(-1)).to(x.dtype), step * A.to(dtype)
+        y, final = diagonal(_heads(C, H), _heads(B, H), values, gates, scale=1.0, **call)
+    if added is not None:
+        weight = added.to(dtype) if wide else added.to(dtype).unsqueeze(-1)
         y = without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)
     y = y if z is None else _gated(y, z, cu_seqlens, sp)
     return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final

@@ -49,6 +49,7 @@ _NORM = {"use_qk_l2norm_in_kernel": True}
 OPS = {
     "simple_gla": Op(ops.chunk_simple_gla, oracles.simple_gla),
     "mamba2": Op(ops.mamba2_ssd, oracles.mamba2_ssd, ("dt", "A")),
+    "mamba2, one group": Op(ops.mamba2_ssd, oracles.mamba2_ssd, ("dt", "A")),
     "gla": Op(ops.chunk_gla, vector.gla),
     "hgrn2": Op(ops.chunk_hgrn2, vector.hgrn2),
     "rwkv6": Op(ops.chunk_rwkv6, vector.rwkv6, ("w",)),
@@ -79,7 +80,9 @@ def inputs_of(name: str, made: torch.Generator) -> Tensors:
         found = {"r": q, "k": k, "v": v, "w": g, "u": normal(3, K)}
     elif name == "mlstm":
         found["f"], found["i"] = torch.special.logit(found.pop("g").exp()).clamp(min=-1e4), normal(1, T, 3)
-    elif name == "mamba2":
+    elif name.startswith("mamba2"):
+        if "group" in name:
+            q, k = q[:, :, :1], k[:, :, :1]
         v[:, CLOSED, 2] /= 1e4  # it is written with the size of its gate
         found = {"x": v, "dt": -g, "A": -torch.ones(3, dtype=torch.float64), "B": k, "C": q}
     return {key: (x.to(BF16) if key in ROUNDED else x.float()).double() for key, x in found.items()}

@@ -178,7 +178,7 @@ def shared_values_kernel(
         # Not added up within the product: Triton would take both for a chain, and split none of them over all warps.
         dvc = tl.where((i < length)[:, None], mm(tl.trans(a), oc, DOT, PREC), 0.0) + of_state
         if SUMS:
-            writes = _row_sums(dvc * vc.to(tl.float32), C, BV, PARTS)
+            writes = _row_sums(dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
             found = tl.join(tl.join(writes, same), tl.join(pairs, tl.zeros([C, PARTS], tl.float32)))
             n = tl.arange(0, PARTS * 4)[None, :]
             tl.store(sums + at * C * PARTS * 4 + i[:, None] * (PARTS * 4) + n, tl.reshape(found, [C, PARTS * 4]))

@@ -35,13 +35,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128 and 64": {"dtype": "bfloat16", "K": 128, "V": 64},
     "bf16 Mamba-2": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "groups": 1},
     "bf16 Mamba-2 256, packed": {"dtype": "bfloat16", "K": 256, "V": 128, "groups": 2, "packed": True},
+    "bf16 Mamba-2 100, packed": {"dtype": "bfloat16", "K": 100, "V": 40, "groups": 2, "packed": True},
     "bf16 Mamba-2 64, blocks": {"dtype": "bfloat16", "K": 64, "V": 64, "groups": 1, "T": 512},
     "fp32 Mamba-2": {"dtype": "float32", "K": 128, "V": 64, "groups": 4},
     "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
 QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes", "bf16 Mamba-2"]
 SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256", "bf16 128, fixed decay", "bf16 128, one column",
-        "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 64, blocks", "fp32 Mamba-2"]
+        "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed", "bf16 Mamba-2 64, blocks",
+        "fp32 Mamba-2"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
 TRAINING = ["bf16 128", "bf16 Mamba-2", *slow("bf16 64")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
@@ -132,7 +134,7 @@ def test_shared_memory(name: str) -> None:
     if "Mamba-2" in name:
         missing |= {"gate_kernel"}
     of_mamba2 = OF_MAMBA2 if "Mamba-2" in name else set()
-    if name.startswith("bf16 Mamba-2"):
+    if name.startswith("bf16 Mamba-2") and CONFIGS[name]["K"] <= 128:  # larger states are walked
         missing |= {"dq_kernel", "dkv_kernel", "gate_grad_kernel"}
         of_mamba2 = OF_SHARED_KEYS | ({"sum_heads_kernel"} if "blocks" in name else set())
     assert {kernel["name"] for kernel in found} == KERNELS - missing | of_mamba2

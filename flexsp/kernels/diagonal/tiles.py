@@ -122,7 +122,8 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
 def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device) -> Tiles:
     """For values of up to 64: of larger ones the states are so large that walks are as fast.
 
-    States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v.
+    States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v. Short documents take more,
+    and so do many short sequences, which are not cut.
     """
     states, keys = Tile(64, bv, 4, 3), Tile(64, bv, 4, 3)
     return replace(tiles, shared=SharedTiles(states, Tile(bk, bv, 8, 3), keys, device.programs, bk // 32))

@@ -21,7 +21,7 @@ _REFERENCE = "tests/test_reference.py::"
 DIAGONAL = [
     *_in(
         "flexsp/kernels/diagonal/summarize.py",
-        ("S += written(xc, w, yc, V, DOT, PREC)", "S += mm(tl.trans(xc), yc * w[:, None], DOT, PREC)",
+        ("S += written(x, w, y, V, DOT, PREC)", "S += written(x, None, y * w[:, None], V, DOT, PREC)",
          "states at edges are of other rounded operands than the walks' own", _LONG_EDGES),
         ("slot = (b * (n_seg + 1) + seg + (0", "slot = (b * n_seg + seg + (0", "states of B > 1 overlap", _PLAIN),
         ("w = power(bc) * scale if REVERSE", "w = power(bc) if REVERSE", "no scale backward", _PLAIN),

@@ -76,6 +76,27 @@ def test_gates_of_outputs() -> None:
     check({**given, "z": torch.randn(B, T, H, P, dtype=torch.float64)}, (*TENSORS, "z"))
 
 
+def mixed_with_gates(sp: Any, given: dict[str, Any]) -> list[float]:
+    """x, B and C in bfloat16 beside gates of outputs in float32, and the other way round."""
+    right, errors = oracle(**given)[0], []
+    for halves in (("x", "B", "C"), ("z",)):
+        x = {
+            name: t.to(torch.bfloat16 if name in halves else torch.float32) if isinstance(t, torch.Tensor) else t
+            for name, t in given.items()
+        }  # fmt: skip
+        y, _ = mamba2_ssd(**x)
+        assert y.dtype == x["x"].dtype
+        errors.append(float(relative_error(y, right)))
+    return errors
+
+
+def test_gates_of_outputs_in_another_dtype() -> None:
+    given = {**inputs(random.randrange(2**31)), "z": torch.randn(B, T, H, P, dtype=torch.float64)}
+    given |= {name: given[name].bfloat16().double() for name in ("x", "B", "C", "z")}
+    (errors,) = run_ranks(mixed_with_gates, 1, given, env=INTERPRETED)
+    assert errors[0] < 2.0**-8 and errors[1] < 1e-5, errors
+
+
 def test_steps_of_zero() -> None:
     """Tokens with dt = 0 change no state, and still have a gradient of dt."""
     given = inputs(random.randrange(2**31), "dt_bias", "dt_softplus")

@@ -22,7 +22,7 @@ NO_LIMIT = (0.0, math.inf)
 
 
 @ranks_call
-@one_dtype("x B C", out="x")
+@one_dtype("x B C z", out="x")
 def mamba2_ssd(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -86,8 +86,8 @@ def mamba2_ssd(
     check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")
     check.check_flag("dt_softplus", dt_softplus)
     check.check_flag("output_final_state", output_final_state)
-    limits = None if dt_limit is NO_LIMIT else check.check_limits("dt_limit", dt_limit)
-    limits = None if limits == NO_LIMIT else limits
+    unlimited = type(dt_limit) is tuple and dt_limit == NO_LIMIT
+    limits = None if unlimited else check.check_limits("dt_limit", dt_limit)
     sp = check.resolve(sp, x)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
     n_states = check.number_of_states(batch, cu_seqlens)

@@ -91,6 +91,22 @@ def test_heads_of_mamba2(K: int, V: int, dtype: torch.dtype) -> None:
     _assert_right(problem, dtype, first)
 
 
+@pytest.mark.parametrize(("H", "K"), [(80, 128), (112, 64)], ids=["2.7B", "Zamba2"])
+@pytest.mark.usefixtures("poisoned")
+def test_pieces_of_mamba2(monkeypatch: pytest.MonkeyPatch, H: int, K: int) -> None:
+    """Gradients that go through the tokens in pieces are those of all at once, to the bit."""
+    problem, found = draw("mamba2", T=16385, H=H, K=K, V=64).rounded(torch.bfloat16), []
+    monkeypatch.setattr(table, "segment_length", lambda *args: 20)
+    for few in (table.FEW, 2**60):
+        monkeypatch.setattr(table, "FEW", few)
+        tiling.tiling_of.cache_clear()
+        found.append(solve_all(problem, torch.bfloat16, CUDA))
+    tiling.tiling_of.cache_clear()
+    pieces, whole = found
+    assert all(torch.equal(x, y) for a, b in zip(pieces, whole, strict=True)
+               for x, y in zip(a.values(), b.values(), strict=True))  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=_name)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("documents", [DOCUMENTS, (61, 0, 700, 1, 77, 0)], ids=["short", "long"])

@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.diagonal.summarize import behind_chunk
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -28,7 +29,6 @@ from flexsp.kernels.primitives import (
     rows_of,
     store_rows,
     store_state,
-    written,
 )
 from flexsp.runtime.launch import begin
 
@@ -80,17 +80,12 @@ def chunk_states_kernel(
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         at = (b.to(tl.int64) * kept + c - first_seg * per_seg) * H * K * V
         store_state(edges + at, S.to(edges.dtype.element_ty), k0, v0, True, K, V, BK, BV)
+        bc, b_end = 0.0, 0.0
         if GATED:
             bc, b_end = DECAY(gate, c, C)
-            if STEPS:
-                bc = rows_of(writing, c, C)
-            w = power(bc) * scale if REVERSE else power(b_end - bc)
-            S = S * power(b_end)
-            S += written(xc, w, yc, V, DOT, PREC)
-        elif REVERSE:
-            S += written(xc, None, yc, V, DOT, PREC) * scale
-        else:
-            S += written(xc, None, yc, V, DOT, PREC)
+        if STEPS:
+            bc = rows_of(writing, c, C)
+        S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, DOT, PREC)
         if PACKED and LEFT:  # noqa: SIM102
             if first:
                 store_state(left + at_doc, S, k0, v0, True, K, V, BK, BV)

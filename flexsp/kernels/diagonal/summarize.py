@@ -50,6 +50,23 @@ def within_horizon(gate, table, c0, c1, C: tl.constexpr, REVERSE: tl.constexpr, 
 
 
 @triton.jit
+def behind_chunk(
+    S, x, y, bc, b_end, scale, V: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """The state behind a chunk, of the one before it; of gradients if REVERSE, from right to left."""
+    if GATED:
+        w = power(bc) * scale if REVERSE else power(b_end - bc)
+        S = S * power(b_end)
+        S += written(x, w, y, V, DOT, PREC)
+    elif REVERSE:
+        S += written(x, None, y, V, DOT, PREC) * scale
+    else:
+        S += written(x, None, y, V, DOT, PREC)
+    return S
+
+
+@triton.jit
 def summarize_kernel(
     x,
     y,
@@ -134,20 +151,14 @@ def summarize_kernel(
                     S = load_state(boundary + (doc * H + h).to(tl.int64) * K * V, k0, v0, True, K, V, BK, BV)
             if not GATED:
                 cuts = cuts | first.to(tl.int32)
+        bc, b_end = 0.0, 0.0
         if GATED:
             bc, b_end = DECAY(gate, c, C)
         xc = load_rows(x + start * x_st, x_st, length, k0, C, K, BK)
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
-        if GATED:
-            if STEPS:
-                bc = rows_of(writing, c, C)
-            w = power(bc) * scale if REVERSE else power(b_end - bc)
-            S = S * power(b_end)
-            S += written(xc, w, yc, V, DOT, PREC)
-        elif REVERSE:
-            S += written(xc, None, yc, V, DOT, PREC) * scale
-        else:
-            S += written(xc, None, yc, V, DOT, PREC)
+        if STEPS:
+            bc = rows_of(writing, c, C)
+        S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, DOT, PREC)
         if PACKED and REVERSE:
             S = tl.where(first, 0.0, S)  # nothing flows back past a document's start
 

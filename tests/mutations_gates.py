@@ -246,7 +246,7 @@ GATES = [
          _MAMBA3_KERNELS),
         ("products += x3 * y3 + x4 * y4", "pass", "own products leave out channels that do not turn",
          "tests/test_mamba3_kernels.py::test_kernels[plain]"),
-        ("inside = (p < K // 2) & (second < 2)", "inside = (p < K) & (second < 2)", "biases reach other channels",
+        ("inside = (pair < K // 2) & (second < 2)", "inside = (pair < K) & (second < 2)", "biases reach other channels",
          "tests/test_mamba3_kernels.py::test_kernels[documents without states]"),
         ("other=0.0).to(tl.float32) + factor[:, None] * back", "other=0.0).to(tl.float32)",
          "values get nothing from the skip", _MAMBA3_KERNELS),

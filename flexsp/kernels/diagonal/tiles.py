@@ -90,7 +90,7 @@ def choose(
     if dtype != torch.bfloat16:
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
-    if shared and device.wide_products and not device.tensor_memory and K <= 128 and 1 < V <= 64:
+    if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device)
     if V == 1:  # queries and keys in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))

@@ -41,73 +41,90 @@ def circle(turns):
 
 
 @triton.jit
-def load_pairs(rows, there, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
+def _nothing():
+    """0, which the compiler does not know. Added to columns it leaves it no alignment, so that threads of a warp have
+    neighbouring pairs, and a thread has the same pair of several tokens: sums over tokens are then sums of a thread's
+    own numbers, but for one exchange between warps. Threads with several pairs of a token would shuffle for each."""
+    return tl.num_programs(2) - 1
+
+
+@triton.jit
+def load_pairs(rows, there, shift, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
     """fp32 tiles [BT, BP] of the first and the second channels of the pairs from FIRST on, of rows of K numbers at
-    `rows` [BT]; 0 outside."""
+    `rows` [BT]; 0 outside. shift: 0 or `_nothing`."""
     BT: tl.constexpr = rows.shape[0]
     if HALVES:
-        p = FIRST + tl.arange(0, BP)
+        p = FIRST + shift + tl.arange(0, BP)
         inside = there[:, None] & (p < K // 2)[None, :]
         at = rows[:, None] + p[None, :]
         one, two = tl.load(at, mask=inside, other=0.0), tl.load(at + K // 2, mask=inside, other=0.0)
     else:
-        k = 2 * FIRST + tl.arange(0, 2 * BP)
+        k = 2 * (FIRST + shift) + tl.arange(0, 2 * BP)
         tile = tl.load(rows[:, None] + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
         one, two = tl.split(tl.reshape(tile, [BT, BP, 2]))
     return one.to(tl.float32), two.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(rows, there, one, two, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
+def store_pairs(
+    rows, there, one, two, shift, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr
+):
     """Stores the tiles that `load_pairs` would read."""
     BT: tl.constexpr = rows.shape[0]
     one, two = one.to(rows.dtype.element_ty), two.to(rows.dtype.element_ty)
     if HALVES:
-        p = FIRST + tl.arange(0, BP)
+        p = FIRST + shift + tl.arange(0, BP)
         inside = there[:, None] & (p < K // 2)[None, :]
         at = rows[:, None] + p[None, :]
         tl.store(at, one, mask=inside)
         tl.store(at + K // 2, two, mask=inside)
     else:
-        k = 2 * FIRST + tl.arange(0, 2 * BP)
+        k = 2 * (FIRST + shift) + tl.arange(0, 2 * BP)
         tile = tl.reshape(tl.join(one, two), [BT, 2 * BP])
         tl.store(rows[:, None] + k[None, :], tile, mask=there[:, None] & (k < K)[None, :])
 
 
 @triton.jit
 def _biased(
-    one, two, bias, h, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr, BIAS: tl.constexpr
-):
+    one, two, bias, h, shift, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
     """Tiles of pairs with a head's bias [H, K], if there is one."""
     if BIAS:
         row = tl.arange(0, 1)
-        more, further = load_pairs(bias + h * K + row, row == 0, FIRST, K, BP, HALVES)
+        more, further = load_pairs(bias + h * K + row, row == 0, shift, FIRST, K, BP, HALVES)
         one, two = one + more, two + further
     return one, two
 
 
 @triton.jit
-def _store_sums(
-    db_bias, dc_bias, v1, v2, u1, u2, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr,
-    B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
-):  # fmt: skip
-    """Sums of tiles of pairs over tokens: v at db_bias, u at dc_bias."""
-    if B_BIAS or C_BIAS:
-        together = tl.join(tl.join(v1, v2), tl.join(u1, u2))  # summed up in one exchange between warps
-        of_b, of_c = tl.split(tl.sum(together, axis=0))
-        p, second = FIRST + tl.arange(0, BP)[:, None], tl.arange(0, 2)[None, :]
-        channels = (p + second * (K // 2)) if HALVES else (2 * p + second)
-        inside = (p < K // 2) & (second < 2) if HALVES else channels < K
-        if B_BIAS:
-            tl.store(db_bias + channels, of_b, mask=inside)
-        if C_BIAS:
-            tl.store(dc_bias + channels, of_c, mask=inside)
+def _of_both(v1, v2, u1, u2):
+    """[BT, BP, 2, 2]: two channels of pairs, of B and of C."""
+    return tl.join(tl.join(v1, v2), tl.join(u1, u2))
 
 
 @triton.jit
-def _turned(turns, arrived, until, t, there, K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, ARRIVED: tl.constexpr):
+def _store_sums(sums, tile, p, K: tl.constexpr, STILL: tl.constexpr, HALVES: tl.constexpr):
+    """Sums over tokens of tile [BT, BP, 2, 2], or [BT, BP, 2, 2, 2] of pairs p [BP] and of those BP behind them
+    (STILL), at sums [2, K]. All together, since warps wait for each other at every such sum."""
+    found = tl.sum(tile, axis=0)
+    if STILL:
+        second, of_c = tl.arange(0, 2)[None, :, None, None], tl.arange(0, 2)[None, None, :, None]
+        pair = p[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * p.shape[0]
+    else:
+        second, of_c = tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
+        pair = p[:, None, None]
+    channels = (pair + second * (K // 2)) if HALVES else (2 * pair + second)
+    inside = (pair < K // 2) & (second < 2) if HALVES else channels < K
+    tl.store(sums + of_c * K + channels, found, mask=inside & (of_c < 2))
+
+
+@triton.jit
+def _turned(
+    turns, arrived, until, t, there, shift, K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, ARRIVED: tl.constexpr
+):
     """(cos, sin) [BT, BP] of tokens' turns at `turns` [BT]; the first `until` tokens go on from arrived [S]."""
-    p = tl.arange(0, BP)
+    p = shift + tl.arange(0, BP)
     found = tl.load(turns[:, None] + p[None, :], mask=there[:, None] & (p < S)[None, :], other=0.0)
     if ARRIVED:
         more = tl.load(arrived + p, mask=p < S, other=0.0)
@@ -153,29 +170,29 @@ def rows_kernel(
     count = _until(until, T, ARRIVED, PACKED)
     b += batch * b_sb + t * b_st + far * b_sg
     c += batch * c_sb + t * c_st + far * c_sg
-    b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
-    c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
+    b1, b2 = load_pairs(b, there, 0, 0, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, 0, 0, K, BP, HALVES)
     if STILL:
-        b3, b4 = load_pairs(b, there, BP, K, BP, HALVES)
-        c3, c4 = load_pairs(c, there, BP, K, BP, HALVES)
+        b3, b4 = load_pairs(b, there, 0, BP, K, BP, HALVES)
+        c3, c4 = load_pairs(c, there, 0, BP, K, BP, HALVES)
     for h in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
-        x1, x2 = _biased(b1, b2, b_bias, h, 0, K, BP, HALVES, B_BIAS)
-        y1, y2 = _biased(c1, c2, c_bias, h, 0, K, BP, HALVES, C_BIAS)
+        x1, x2 = _biased(b1, b2, b_bias, h, 0, 0, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, 0, 0, K, BP, HALVES, C_BIAS)
         row = (batch * T + t) * H + h
-        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, K, S, BP, ARRIVED)
+        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, 0, K, S, BP, ARRIVED)
         mine = tl.load(gamma + row, mask=there, other=0.0)
         behind = tl.load(eta + row, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         to_q, to_k = q + row * K, k + row * K
-        store_pairs(to_q, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, 0, K, BP, HALVES)
+        store_pairs(to_q, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, 0, 0, K, BP, HALVES)
         k1, k2 = weight * (x1 * cos - x2 * sin), weight * (x1 * sin + x2 * cos)
-        store_pairs(to_k, there, k1, k2, 0, K, BP, HALVES)
+        store_pairs(to_k, there, k1, k2, 0, 0, K, BP, HALVES)
         products = x1 * y1 + x2 * y2
         if STILL:
-            x3, x4 = _biased(b3, b4, b_bias, h, BP, K, BP, HALVES, B_BIAS)
-            y3, y4 = _biased(c3, c4, c_bias, h, BP, K, BP, HALVES, C_BIAS)
-            store_pairs(to_q, there, y3, y4, BP, K, BP, HALVES)
-            store_pairs(to_k, there, weight * x3, weight * x4, BP, K, BP, HALVES)
+            x3, x4 = _biased(b3, b4, b_bias, h, 0, BP, K, BP, HALVES, B_BIAS)
+            y3, y4 = _biased(c3, c4, c_bias, h, 0, BP, K, BP, HALVES, C_BIAS)
+            store_pairs(to_q, there, y3, y4, 0, BP, K, BP, HALVES)
+            store_pairs(to_k, there, weight * x3, weight * x4, 0, BP, K, BP, HALVES)
             products += x3 * y3 + x4 * y4
         product = tl.sum(products, axis=1)
         tl.store(own + row, product, mask=there)
@@ -187,14 +204,14 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def rows_grad_kernel(
-    b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, db_bias, dc_bias, dturns,
-    darrived, dgamma, deta, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
+    b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, dbiases, dturns, darrived,
+    dweights, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
     STILL: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
     ARRIVED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dturns [batch, T, H, S], dgamma and deta
-    [batch, T, H]; and in fp32 sums over a program's tokens, db_bias and dc_bias [programs, H, K] and darrived
+    """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dturns [batch, T, H, S], dweights [batch, T, H,
+    2], those of gamma and eta; and in fp32 sums over a program's tokens, dbiases [programs, H, 2, K] and darrived
     [programs, H, S].
 
     A program takes all heads of a group.
@@ -207,34 +224,35 @@ def rows_grad_kernel(
     t = (n % blocks) * BT + tl.arange(0, BT)
     there = t < T
     count = _until(until, T, ARRIVED, PACKED)
-    p = tl.arange(0, BP)
+    shift = _nothing()
+    p = shift + tl.arange(0, BP)
     b += batch * b_sb + t * b_st + far * b_sg
     c += batch * c_sb + t * c_st + far * c_sg
-    b1, b2 = load_pairs(b, there, 0, K, BP, HALVES)
-    c1, c2 = load_pairs(c, there, 0, K, BP, HALVES)
+    b1, b2 = load_pairs(b, there, shift, 0, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, shift, 0, K, BP, HALVES)
     if STILL:
-        b3, b4 = load_pairs(b, there, BP, K, BP, HALVES)
-        c3, c4 = load_pairs(c, there, BP, K, BP, HALVES)
+        b3, b4 = load_pairs(b, there, shift, BP, K, BP, HALVES)
+        c3, c4 = load_pairs(c, there, shift, BP, K, BP, HALVES)
     db1, db2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     dc1, dc2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     if STILL:
         db3, db4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
         dc3, dc4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     for h in tl.range(group * (H // G), (group + 1) * (H // G), num_stages=STAGES):
-        x1, x2 = _biased(b1, b2, b_bias, h, 0, K, BP, HALVES, B_BIAS)
-        y1, y2 = _biased(c1, c2, c_bias, h, 0, K, BP, HALVES, C_BIAS)
+        x1, x2 = _biased(b1, b2, b_bias, h, shift, 0, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, shift, 0, K, BP, HALVES, C_BIAS)
         row = (batch * T + t) * H + h
-        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, K, S, BP, ARRIVED)
+        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, shift, K, S, BP, ARRIVED)
         mine = tl.load(gamma + row, mask=there, other=0.0)
         behind = tl.load(eta + row, mask=there, other=0.0)
         product = tl.load(own + row, mask=there, other=0.0)
         back = tl.load(dw + row, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         less = (behind * back)[:, None]
-        of_k, of_q, to_bias = dk + row * K, dq + row * K, (n * H + h) * K
-        g1, g2 = load_pairs(of_k, there, 0, K, BP, HALVES)
+        of_k, of_q = dk + row * K, dq + row * K
+        g1, g2 = load_pairs(of_k, there, shift, 0, K, BP, HALVES)
         v1, v2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
-        g1, g2 = load_pairs(of_q, there, 0, K, BP, HALVES)
+        g1, g2 = load_pairs(of_q, there, shift, 0, K, BP, HALVES)
         u1, u2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
         products = v1 * x1 + v2 * x2
         turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
@@ -244,27 +262,29 @@ def rows_grad_kernel(
             tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
         v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
         u1, u2 = u1 - less * x1, u2 - less * x2
-        _store_sums(db_bias + to_bias, dc_bias + to_bias, v1, v2, u1, u2, 0, K, BP, HALVES, B_BIAS, C_BIAS)
         db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
+        to_biases = _of_both(v1, v2, u1, u2)
         if STILL:
-            x1, x2 = _biased(b3, b4, b_bias, h, BP, K, BP, HALVES, B_BIAS)
-            y1, y2 = _biased(c3, c4, c_bias, h, BP, K, BP, HALVES, C_BIAS)
-            v1, v2 = load_pairs(of_k, there, BP, K, BP, HALVES)
-            u1, u2 = load_pairs(of_q, there, BP, K, BP, HALVES)
+            x1, x2 = _biased(b3, b4, b_bias, h, shift, BP, K, BP, HALVES, B_BIAS)
+            y1, y2 = _biased(c3, c4, c_bias, h, shift, BP, K, BP, HALVES, C_BIAS)
+            v1, v2 = load_pairs(of_k, there, shift, BP, K, BP, HALVES)
+            u1, u2 = load_pairs(of_q, there, shift, BP, K, BP, HALVES)
             products += v1 * x1 + v2 * x2
             v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
             u1, u2 = u1 - less * x1, u2 - less * x2
-            _store_sums(db_bias + to_bias, dc_bias + to_bias, v1, v2, u1, u2, BP, K, BP, HALVES, B_BIAS, C_BIAS)
             db3, db4, dc3, dc4 = db3 + v1, db4 + v2, dc3 + u1, dc4 + u2
+            to_biases = tl.join(to_biases, _of_both(v1, v2, u1, u2))
+        if B_BIAS or C_BIAS:
+            _store_sums(dbiases + (n * H + h) * (2 * K), to_biases, p, K, STILL, HALVES)
         of_weight = tl.sum(products, axis=1)
-        tl.store(dgamma + row, of_weight, mask=there)
-        tl.store(deta + row, of_weight - back * product, mask=there)
+        both = tl.join(of_weight, of_weight - back * product)
+        tl.store(dweights + (row * 2)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
     to = ((batch * T + t) * G + group) * K
-    store_pairs(db + to, there, db1, db2, 0, K, BP, HALVES)
-    store_pairs(dc + to, there, dc1, dc2, 0, K, BP, HALVES)
+    store_pairs(db + to, there, db1, db2, shift, 0, K, BP, HALVES)
+    store_pairs(dc + to, there, dc1, dc2, shift, 0, K, BP, HALVES)
     if STILL:
-        store_pairs(db + to, there, db3, db4, BP, K, BP, HALVES)
-        store_pairs(dc + to, there, dc3, dc4, BP, K, BP, HALVES)
+        store_pairs(db + to, there, db3, db4, shift, BP, K, BP, HALVES)
+        store_pairs(dc + to, there, dc3, dc4, shift, BP, K, BP, HALVES)
 
 
 @triton.jit(do_not_specialize=["rows", "T"])

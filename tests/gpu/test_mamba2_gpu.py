@@ -1,0 +1,67 @@
+"""What `mamba2_ssd` takes beside the cases of `test_ops_gpu`, against the token loop in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from flexsp.ops import mamba2_ssd
+from flexsp.testing.compare import relative_error
+from flexsp.testing.oracles import mamba2_ssd as oracle
+from tests.gpu.judge import CUDA, DTYPES
+
+T, H, G, N, P = 300, 4, 2, 128, 64
+BOUND = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+ARGUMENTS = {
+    "limits": {"dt_limit": (0.02, 0.06)}, "a least step": {"dt_limit": (0.05, math.inf)},
+    "gates of outputs": {"z": (1, T, H, P)}, "weights of channels": {"D": (H, P)},
+}  # fmt: skip
+
+
+def _inputs(seed: int, more: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """In float64 on the GPU, as inputs in dtype are; parameters in float32."""
+    made = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=made).to(kind).double().to(CUDA)
+
+    f32 = torch.float32
+    given = {
+        "x": draw(1, T, H, P), "dt": draw(1, T, H), "A": -draw(H, kind=f32).abs() * 8, "B": draw(1, T, G, N),
+        "C": draw(1, T, G, N), "D": draw(H, kind=f32), "dt_bias": draw(H, kind=f32) - 3, "dt_softplus": True,
+    }  # fmt: skip
+    for name, value in more.items():
+        kind = f32 if name == "D" else dtype
+        given[name] = value if name == "dt_limit" else draw(*value, kind=kind)
+    return given
+
+
+def _solve(op: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Output and gradients; parameters are in float32 where the rest is in less."""
+    kinds = {"A": torch.float32, "D": torch.float32, "dt_bias": torch.float32} if dtype != torch.float64 else {}
+    x = {n: t.to(kinds.get(n, dtype)) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    leaves = {n: t.requires_grad_() for n, t in x.items() if isinstance(t, torch.Tensor)}
+    y = op(**x)[0]
+    do = torch.randn(y.shape, generator=torch.Generator(CUDA).manual_seed(1), device=CUDA).to(torch.bfloat16)
+    grads = torch.autograd.grad(y, [*leaves.values()], do.to(y.dtype))
+    return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+@pytest.mark.parametrize("more", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
+@pytest.mark.usefixtures("poisoned")
+def test_arguments(dtype: torch.dtype, more: dict[str, Any]) -> None:
+    given = _inputs(random.randrange(2**31), more, dtype)
+    found, again = (_solve(mamba2_ssd, {n: _copy(t) for n, t in given.items()}, dtype) for _ in range(2))
+    right = _solve(oracle, {n: _copy(t) for n, t in given.items()}, torch.float64)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    errors = {name: float(relative_error(found[name].double(), right[name])) for name in right}
+    assert max(errors.values()) < BOUND[dtype], errors
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x

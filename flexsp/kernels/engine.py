@@ -161,6 +161,8 @@ class Engine(ABC):
         from flexsp.kernels.executable import CallSpec, Executable  # they need Triton
 
         looks = CallSpec([name for name in given if name not in self.params], 3, given, initial)
+        if plan.aligned_gradient:
+            looks.require_vectors(*(name for name, x in given.items() if x.dim() == 4))
         return Executable(plan, looks, sp, lambda others, state, group: self._make(plan, others, state, group))
 
     def _shard(self, asked: Asked) -> Shard:

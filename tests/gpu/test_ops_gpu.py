@@ -42,6 +42,7 @@ def _configurations() -> list[Any]:
     for dtype, K, V, tiles in dict.fromkeys([*all_configs(H200), *all_configs(A100)]):
         dtype = torch.float32 if dtype == torch.float16 else dtype
         name = f"{_name(dtype)}-{K}x{V}-chunk{tiles.chunk}{'-shared' if tiles.shared else ''}"
+        name += "-hopper" if tiles.hopper else ""
         found.append(pytest.param(dtype, K, V, tiles, id=name))
     return found
 
@@ -54,7 +55,8 @@ def test_every_tile_configuration(
     monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype, K: int, V: int, tiles: Tiles, packed: bool
 ) -> None:
     """Two chunks a segment and several segments, so that every kernel walks, starts and ends in the middle."""
-    chosen = [table.choose(dtype, K, V, device, shared=bool(tiles.shared)) for device in (H200, A100)]
+    how = {"shared": bool(tiles.shared), "gluon": tiles.hopper}
+    chosen = [table.choose(dtype, K, V, device, **how) for device in (H200, A100)]
     assert tiles in chosen
     monkeypatch.setattr(table, "choose", lambda *args: tiles)
     monkeypatch.setattr(table, "segment_length", lambda *args: 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,6 +17,9 @@ from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import NAME, decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import LaunchSpec, named
+
+if TYPE_CHECKING:
+    from flexsp.kernels.diagonal.hopper_plan import HopperWalks
 
 __all__ = ["DiagonalPlan"]
 
@@ -45,6 +48,7 @@ class DiagonalPlan(BasePlan):
         return {
             "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate)),
             "by_head": frozenset({"g"}), "by_token": frozenset({"g_gamma"}),
+            "aligned_gradient": self.tiling.tiles.hopper,
         }  # fmt: skip
 
     # Buffers
@@ -64,6 +68,15 @@ class DiagonalPlan(BasePlan):
         """The gradients, where heads share keys and there are kernels for that."""
         tiles = self.tiling.tiles.shared
         return None if tiles is None else SharedGradients(self, tiles)
+
+    @cached_property
+    def hopper(self) -> HopperWalks | None:
+        """Walks in Gluon. Not imported before: Gluon is not in all releases of Triton."""
+        if not self.tiling.tiles.hopper:
+            return None
+        from flexsp.kernels.diagonal.hopper_plan import HopperWalks
+
+        return HopperWalks(self)
 
     def of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""
@@ -165,6 +178,8 @@ class DiagonalPlan(BasePlan):
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
+        if self.hopper is not None:
+            return [self.hopper.output(initial, final)]
         tile, p = self.tiling.tiles.output, self.tiling
         return [self.walk(
             "output_kernel", tile, _count(p.V, tile.bv),
@@ -178,6 +193,8 @@ class DiagonalPlan(BasePlan):
         """Leaves what the gate gradient needs, which includes products of `last`."""
         tile, p, dgate, to = self.tiling.tiles.dq, self.tiling, self.of_gate(wanted), self._by_head("d_q")
         initial = self.in_walk("@initial" if self.initial else None)
+        if self.hopper is not None and not dgate:
+            return [self.hopper.dq(to, initial), *self._sum_heads("d_q")]
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
         ends = None if last is None else "@ends"
@@ -198,6 +215,10 @@ class DiagonalPlan(BasePlan):
         p, with_dk, to = self.tiling, to == "d_k", self._by_head(to)
         dgate = with_dk and self.of_gate(wanted)
         dskip = "@of_skip" if with_dv and self.skip is not None and self.skip in wanted else None
+        if self.hopper is not None and with_dk and not dgate:
+            return self.hopper.dk(to, last)
+        if self.hopper is not None and not with_dk and dskip is None:
+            return self.hopper.dv(last, to_initial)
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
         return self.walk(

@@ -22,6 +22,10 @@ MOST_CHUNKS = 128
 """Of a segment: `summarize_kernel` looks at the decays of all of them at once."""
 
 
+_LARGE = ({128, 256}, {256})
+"""Sizes of states that are walked in Gluon. Smaller ones leave Triton's walks enough registers and shared memory."""
+
+
 FEW = 2**28
 """Bytes of states that are all kept at once: gradients of shared keys take those of a piece of the tokens each."""
 
@@ -62,6 +66,7 @@ class Tiles:
     """Choices for one (dtype class, K, V): `chunk` tokens a step, one tile a kernel.
 
     Where `dv` is None, the walk of dk holds all of dS and gives dv too. Where there is `shared`, gradients do not walk.
+    `hopper`: the walks in Gluon run such calls, but for those that leave what gradients of gates are made of.
     """
 
     chunk: int
@@ -71,6 +76,7 @@ class Tiles:
     dk: Tile
     dv: Tile | None
     shared: SharedTiles | None = None
+    hopper: bool = False
 
 
 def _block(n: int, smallest: int) -> int:
@@ -79,8 +85,9 @@ def _block(n: int, smallest: int) -> int:
 
 
 def choose(
-    dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False, shared: bool = False
-) -> Tiles:
+    dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False, shared: bool = False,
+    gluon: bool = False,
+) -> Tiles:  # fmt: skip
     """Tiles for inputs of `dtype` and head sizes K, V in 1..256; `shared` where heads share keys.
 
     bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles (tf32, tf32x3), which take twice the shared memory.
@@ -92,6 +99,8 @@ def choose(
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
     if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device)
+    if gluon and device.wide_products and not device.tensor_memory and {K, V} in _LARGE:
+        found = replace(found, hopper=True)
     if V == 1:  # queries and keys in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found
@@ -149,9 +158,10 @@ def _single_tiles(bk: int, bv: int) -> Tiles:
 def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tiles]]:
     """Every distinct choice for a GPU with one (dtype, K, V) that leads to it."""
     seen: dict[Tiles, tuple[torch.dtype, int, int, Tiles]] = {}
-    sizes = itertools.product((False, True), (torch.bfloat16, torch.float32), (64, 128, 256), (16, 64, 128, 256))
-    for shared, dtype, K, V in sizes:
-        tiles = choose(dtype, K, V, device, shared=shared)
+    flags = itertools.product((False, True), (False, True))
+    sizes = itertools.product(flags, (torch.bfloat16, torch.float32), (64, 128, 256), (1, 16, 64, 128, 256))
+    for (shared, gluon), dtype, K, V in sizes:
+        tiles = choose(dtype, K, V, device, shared=shared, gluon=gluon)
         seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())
 

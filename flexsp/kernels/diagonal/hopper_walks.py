@@ -1,0 +1,241 @@
+"""Walks of large states on Hopper GPUs, in Gluon: one kernel makes outputs, dv, dq and dk.
+
+All four are, of rows r, w and u that a token has,
+
+    out_i = sum_j <r_i, w_j> E_ij u_j + (what decays until i) r_i X,   X = sum_j (what decays from j) w_j u_j^T,
+
+with X the state or its gradient as it enters the chunk, walked to the right (outputs, dq) or to the left (dv, dk):
+
+| out | r | w | u | X |
+|---|---|---|---|---|
+| o | q | k | v | S |
+| dq | do | v | k | S^T |
+| dv | k | q | do | dS |
+| dk | v | do | q | dS^T |
+
+A program has 128 columns of u and all N columns of r and w. It holds X^T [128, N] in the registers of eight warps, where
+it enters its product as the left operand, and both that product and the update take r and w from shared memory without
+a copy. So few other registers are free that the left operand is made of X in halves. In Triton X^T has at most 64
+columns of u: twice as many programs would compute the products <r_i, w_j>, and wait in the same chain of products.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flexsp.kernels.delta.hopper import arrived, begin, chunk_at, numbers, power, tiles, visible
+
+__all__ = ["COLUMNS", "WARPS", "walk_kernel"]
+
+COLUMNS = 128
+WARPS = 8
+_U = gl.constexpr(COLUMNS)
+_WARPS = gl.constexpr(WARPS)
+_NUMBERS = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
+_COLUMNS_OUT = gl.constexpr(gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1]))
+
+
+@gluon.constexpr_function
+def _rows(columns):
+    """Layout of rows of tokens in memory, 16 bytes a thread."""
+    across = min(32, columns // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _products(columns):
+    """Layout of products [128, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _pairs(C):
+    """Layout of products [C, C], which both groups of four warps share."""
+    return gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, C * 4 // WARPS, 16])
+
+
+@gluon.jit
+def _copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride):
+    """Rows 0..length-1 of a tile [R, N] on their way to shared memory, zero below."""
+    layout: gl.constexpr = _rows(N)
+    rows = gl.arange(0, R, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, N, gl.SliceLayout(0, layout))
+    at = base + rows[:, None] * stride + columns[None, :]
+    async_copy.async_copy_global_to_shared(to, at, (rows < length)[:, None])
+
+
+@gluon.jit
+def _fetch(
+    c, to, r, w, u, gate, writing, rs, ws, us, gates, writings, table, r_st, w_st, u_st, T, N: gl.constexpr,
+    C: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Begins to copy what chunk c needs to the places `to`."""
+    start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+    zero = gl.minimum(c, 0) * 16  # offsets of rows that depend on c are not kept in registers from chunk to chunk
+    _copy(rs.index(to), r + start * r_st, length, C, N, r_st + zero)
+    _copy(ws.index(to), w + start * w_st, length, C, N, w_st + zero)
+    _copy(us.index(to), u + start * u_st, length, C, _U, u_st + zero)
+    if GATED:
+        i = gl.arange(0, C, _NUMBERS)
+        async_copy.async_copy_global_to_shared(gates.index(to), gate + c * C + i)
+        if STEPS:
+            async_copy.async_copy_global_to_shared(writings.index(to), writing + c * C + i)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _state_at(n0, U: gl.constexpr, N: gl.constexpr, TURNED: gl.constexpr):
+    """Places of columns n0.. of X^T [128, N] in memory, where a state [N, U] lies if TURNED, else [U, N]."""
+    layout: gl.constexpr = _products(128)
+    u = gl.arange(0, _U, gl.SliceLayout(1, layout))[:, None]
+    n = n0 + gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
+    return n * U + u if TURNED else u * N + n
+
+
+@gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
+def walk_kernel(
+    r, w, u, gate, writing, skip, out, states, boundary, left, table,
+    r_sb, r_st, r_sh, w_sb, w_st, w_sh, u_sb, u_st, u_sh, g_sb, g_sh, out_sb, out_st, out_sh,
+    T, H, n_seg, n_chunks, per_seg, scale,
+    N: gl.constexpr, U: gl.constexpr, C: gl.constexpr, R_GROUP: gl.constexpr, U_GROUP: gl.constexpr,
+    TURNED: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, SKIP: gl.constexpr,
+    BOUNDARY: gl.constexpr, LEFT: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out [B, T, H, U] of r, w [B, T, *, N] and u [B, T, *, U], and of X at the segment's edge in `states`.
+
+    R_GROUP heads share rows of r and w, U_GROUP those of u. STEPS: keys have gates of their own, `writing` (see
+    `step_kernel`). SKIP: out has skip [H] times u besides. boundary, left [N, H, ...] (BOUNDARY, LEFT): X where packed
+    documents begin, as they are walked, and where they end.
+    """
+    begin(PDL)
+    u0, row, seg = gl.program_id(0) * _U, gl.program_id(1), gl.program_id(2)
+    b = (row // H).to(gl.int64)
+    h = (row % H).to(gl.int64)
+    r += b * r_sb + h // R_GROUP * r_sh
+    w += b * w_sb + h // R_GROUP * w_sh
+    u += b * u_sb + h // U_GROUP * u_sh + u0
+    out += b * out_sb + h * out_sh + u0
+    gate += b * g_sb + h * g_sh
+    writing += b * g_sb + h * g_sh
+    STATE: gl.constexpr = _products(128)
+    OUT: gl.constexpr = _products(C)
+    PAIR: gl.constexpr = _pairs(C)
+    LEFT_OF_OUT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    c0 = seg * per_seg
+    c1 = gl.minimum(c0 + per_seg, n_chunks)
+    corner = u0 if TURNED else u0 * N
+    slot = (b * (n_seg + 1) + seg + (1 if REVERSE else 0)) * H + h
+    X = gl.load(states + slot * N * U + corner + _state_at(0, U, N, TURNED))
+    if N == 256:
+        Y = gl.load(states + slot * N * U + corner + _state_at(128, U, N, TURNED))
+    weight = 0.0
+    if SKIP:
+        weight = gl.load(skip + h).to(gl.float32)
+    rs, ws, us, pairs = tiles(2, C, N), tiles(2, C, N), tiles(2, C, _U), tiles(1, C, C)
+    gates, writings = numbers(2, C), numbers(2, C)
+    gl.thread_barrier()
+    if c0 < c1:
+        _fetch(
+            c1 - 1 if REVERSE else c0, 0, r, w, u, gate, writing, rs, ws, us, gates, writings, table, r_st, w_st, u_st,
+            T, N, C, GATED, STEPS, PACKED,
+        )  # fmt: skip
+    for n in range(0, c1 - c0):
+        s = n % 2
+        c = c1 - 1 - n if REVERSE else c0 + n
+        start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+        arrived(0)  # behind a barrier: all products of the chunk before are done, and what they read may go
+        if n + 1 < c1 - c0:
+            _fetch(
+                c - 1 if REVERSE else c + 1, 1 - s, r, w, u, gate, writing, rs, ws, us, gates, writings, table, r_st,
+                w_st, u_st, T, N, C, GATED, STEPS, PACKED,
+            )  # fmt: skip
+        if PACKED:
+            reset = last if REVERSE else first
+            X = gl.where(reset, 0.0, X)
+            if N == 256:
+                Y = gl.where(reset, 0.0, Y)
+            if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
+                if reset:
+                    at_doc = boundary + (doc * H + h) * N * U + corner
+                    X = gl.load(at_doc + _state_at(0, U, N, TURNED))
+                    if N == 256:
+                        Y = gl.load(at_doc + _state_at(128, U, N, TURNED))
+        of_r, of_w, of_u = rs.index(s), ws.index(s), us.index(s)
+        scores = warpgroup_mma(
+            of_r, of_w.permute((1, 0)), gl.zeros([C, C], gl.float32, PAIR), use_acc=False, is_async=True
+        )
+        held = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_OUT)
+        found = warpgroup_mma(
+            held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
+            is_async=True,
+        )  # fmt: skip
+        scores = warpgroup_mma_wait(1, [scores])
+        i = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None]
+        j = gl.arange(0, C, gl.SliceLayout(0, PAIR))[None, :]
+        kept = j >= i if REVERSE else i >= j
+        b_end = 0.0
+        if GATED:
+            b_end = gl.load(gate + c * C + C - 1)
+            mine, others = gates.index(s), gates.index(s)
+            if STEPS and REVERSE:
+                mine = writings.index(s)
+            elif STEPS:
+                others = writings.index(s)
+            here, there = mine.load(gl.SliceLayout(1, PAIR))[:, None], others.load(gl.SliceLayout(0, PAIR))[None, :]
+            decay = there - here if REVERSE else here - there
+            scores = gl.where(kept, scores * (power(decay) * scale), 0.0)
+        else:
+            scores = gl.where(kept, scores * scale, 0.0)
+        pairs.index(0).store(scores.to(gl.bfloat16))
+        found = warpgroup_mma_wait(0, [found])
+        if N == 256:
+            held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
+            found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
+        visible()
+        put = of_u.permute((1, 0)).load(LEFT_OF_STATE)
+        found = warpgroup_mma_wait(0, [found])
+        if GATED:
+            of_read = gates.index(s)
+            if STEPS and REVERSE:
+                of_read = writings.index(s)
+            reads = of_read.load(gl.SliceLayout(0, OUT))
+            found = found * (power(b_end - reads) if REVERSE else power(reads) * scale)[None, :]
+        elif not REVERSE:
+            found = found * scale
+        if SKIP:
+            found += gl.convert_layout(put, OUT).to(gl.float32) * weight
+        found = warpgroup_mma(of_u.permute((1, 0)), pairs.index(0).permute((1, 0)), found, is_async=True)
+        if GATED:
+            of_write = gates.index(s)
+            if STEPS and not REVERSE:
+                of_write = writings.index(s)
+            writes = of_write.load(gl.SliceLayout(0, LEFT_OF_STATE))
+            writes = power(writes) * scale if REVERSE else power(b_end - writes)
+            put = (put.to(gl.float32) * writes[None, :]).to(gl.bfloat16)
+            X = X * power(b_end)
+            if N == 256:
+                Y = Y * power(b_end)
+        elif REVERSE:
+            put = (put.to(gl.float32) * scale).to(gl.bfloat16)
+        X = warpgroup_mma(put, of_w.slice(0, 128, 1), X, is_async=True)
+        if N == 256:
+            Y = warpgroup_mma(put, of_w.slice(128, 128, 1), Y, is_async=True)
+            found, X, Y = warpgroup_mma_wait(0, [found, X, Y])
+        else:
+            found, X = warpgroup_mma_wait(0, [found, X])
+        rows = gl.arange(0, C, gl.SliceLayout(0, _COLUMNS_OUT))
+        columns = gl.arange(0, _U, gl.SliceLayout(1, _COLUMNS_OUT))
+        at = out + start * out_st + rows[None, :] * out_st + columns[:, None]
+        gl.store(at, gl.convert_layout(found.to(gl.bfloat16), _COLUMNS_OUT), mask=(rows < length)[None, :])
+        if PACKED and LEFT:
+            ends = first if REVERSE else last
+            if ends:
+                at_doc = left + (doc * H + h) * N * U + corner
+                gl.store(at_doc + _state_at(0, U, N, TURNED), X)
+                if N == 256:
+                    gl.store(at_doc + _state_at(128, U, N, TURNED), Y)
+    arrived(0)

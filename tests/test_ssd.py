@@ -146,3 +146,11 @@ def test_weights_of_channels() -> None:
     given = inputs(random.randrange(2**31))
     given["D"] = torch.randn(H, P, dtype=torch.float64)
     check(given, TENSORS)
+
+
+@pytest.mark.parametrize("x", [2, 1], ids=["more channels", "one channel"])
+def test_few_channels(x: int) -> None:
+    """States of one column are summed up apart from others."""
+    given = inputs(random.randrange(2**31))
+    given["x"] = given["x"][..., :x].clone()
+    check(given, TENSORS)

@@ -85,9 +85,9 @@ class DiagonalPlan(BasePlan):
         scratch = {
             "@edges": (self._dk_tiles, p.B, p.n_seg, p.H),
             "@ends": (p.n_docs, p.H, read_tiles, dq.bk),
-            "@reads": self._sums(read_tiles, dq.parts),
+            "@reads": self._sums(read_tiles, self._parts(dq)),
             "@pairs": self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else dk.parts),
-            "@writes": self._sums(self._dk_tiles, dk.parts),
+            "@writes": self._sums(self._dk_tiles, self._parts(dk)),
             "@read_sums": (p.B, p.H, p.n_chunks, read_tiles, dq.bk),
             "@write_sums": (p.B, p.H, p.n_chunks, self._dk_tiles, dk.bk),
         }
@@ -107,6 +107,10 @@ class DiagonalPlan(BasePlan):
     @property
     def _dk_tiles(self) -> int:
         return _count(self.tiling.K, self.tiling.tiles.dk.bk)
+
+    def _parts(self, tile: Tile) -> int:
+        """In which a walk with the tile leaves sums over channels."""
+        return tile.parts if self.hopper is None else tile.bk // 16
 
     def _sums(self, tiles: int, parts: int) -> tuple[int, ...]:
         """What tokens of a chunk leave to the gate gradient."""
@@ -193,8 +197,8 @@ class DiagonalPlan(BasePlan):
         """Leaves what the gate gradient needs, which includes products of `last`."""
         tile, p, dgate, to = self.tiling.tiles.dq, self.tiling, self.of_gate(wanted), self._by_head("d_q")
         initial = self.in_walk("@initial" if self.initial else None)
-        if self.hopper is not None and not dgate:
-            return [self.hopper.dq(to, initial), *self._sum_heads("d_q")]
+        if self.hopper is not None:
+            return [self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
         ends = None if last is None else "@ends"
@@ -215,9 +219,10 @@ class DiagonalPlan(BasePlan):
         p, with_dk, to = self.tiling, to == "d_k", self._by_head(to)
         dgate = with_dk and self.of_gate(wanted)
         dskip = "@of_skip" if with_dv and self.skip is not None and self.skip in wanted else None
-        if self.hopper is not None and with_dk and not dgate:
-            return self.hopper.dk(to, last)
-        if self.hopper is not None and not with_dk and dskip is None:
+        if self.hopper is not None and with_dk:
+            skips = self.skip is not None and self.skip in wanted
+            return self.hopper.dk(to, last, gates=dgate, skips=skips)
+        if self.hopper is not None:
             return self.hopper.dv(last, to_initial)
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
@@ -241,7 +246,7 @@ class DiagonalPlan(BasePlan):
         # Noise: products of fp32 states, or of tf32x3, are good to about 2^-18; true values of that size hardly survive
         # a decay of DROP.
         constants = {
-            "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk), "PARTS": dk.parts, "READ_PARTS": dq.parts,
+            "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk), "PARTS": self._parts(dk), "READ_PARTS": self._parts(dq),
             "BK": dk.bk, "READ_BK": dq.bk, "EXACT": self._exact,
             "C": p.chunk, "DROP": -20.0 if self._exact else -30.0,
             "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,34 +22,51 @@ class HopperWalks:
     plan: BasePlan
 
     def output(self, boundary: str | None, left: str | None) -> LaunchSpec:
-        return self._walk("q", "k", "v", "o", "@states", boundary, left, of_keys=True, reverse=False)
+        return self._walk("q", "k", "v", None, "o", "@states", boundary, left, of_keys=True, reverse=False)
 
     def dv(self, boundary: str | None, left: str | None) -> LaunchSpec:
-        return self._walk("k", "q", "do", "d_v", "@dstates", boundary, left, of_keys=True, reverse=True)
+        return self._walk("k", "q", "do", None, "d_v", "@dstates", boundary, left, of_keys=True, reverse=True)
 
-    def dq(self, to: str, boundary: str | None) -> LaunchSpec:
-        return self._walk("do", "v", "k", to, "@states", boundary, None, of_keys=False, reverse=False)
+    def dq(self, to: str, boundary: str | None, last: str | None, *, gates: bool) -> LaunchSpec:
+        """gates: gradients of gates are wanted, which need gradients of final states of packed documents, `last`."""
+        ends = "@ends" if gates and last is not None else None
+        sums = ["@reads", "@read_sums", None, None, ends, last if ends else None] if gates else [None] * 6
+        return self._walk(
+            "do", "v", "k", "q", to, "@states", boundary, None, sums, of_keys=False, reverse=False, SUMS=gates,
+            ENDS=ends is not None,
+        )  # fmt: skip
 
-    def dk(self, to: str, boundary: str | None) -> LaunchSpec:
-        return self._walk("v", "do", "q", to, "@dstates", boundary, None, of_keys=False, reverse=True)
+    def dk(self, to: str, boundary: str | None, *, gates: bool, skips: bool) -> LaunchSpec:
+        """skips: gradients of skip weights are wanted, which are made of inner products of rows of v and do."""
+        sums: list[str | None] = [None] * 6
+        if gates:
+            sums = ["@writes", "@write_sums", "@pairs", None, "@edges", "@states"]
+        sums[3] = "@of_skip" if skips else None
+        return self._walk(
+            "v", "do", "q", "k", to, "@dstates", boundary, None, sums, of_keys=False, reverse=True, SUMS=gates,
+            SKIPS=skips,
+        )  # fmt: skip
 
     def _walk(
-        self, r: str, w: str, u: str, to: str, states: str, boundary: str | None, left: str | None, *, of_keys: bool,
-        reverse: bool,
+        self, r: str, w: str, u: str, x: str | None, to: str, states: str, boundary: str | None, left: str | None,
+        sums: Sequence[str | None] = (None,) * 6, *, of_keys: bool, reverse: bool, **constants: bool,
     ) -> LaunchSpec:  # fmt: skip
-        """of_keys: r and w are of keys and u of values, and not the other way round."""
+        """of_keys: r and w are of keys and u of values, and not the other way round. x: of tokens, where sums are left;
+        the last of `sums` is read."""
         plan, p = self.plan, self.plan.tiling
         N, U = (p.K, p.V) if of_keys else (p.V, p.K)
         skip = plan.skip if of_keys else None
-        constants: dict[str, Any] = {
+        how: dict[str, Any] = {
             "N": N, "U": U, "C": p.chunk, "R_GROUP": plan.group if of_keys else 1,
             "U_GROUP": 1 if of_keys else plan.group, "TURNED": of_keys, "REVERSE": reverse,
             "GATED": plan.gate is not None, "STEPS": plan.writing is not None, "SKIP": skip is not None,
-            "BOUNDARY": boundary is not None, "LEFT": left is not None,
+            "BOUNDARY": boundary is not None, "LEFT": left is not None, "SUMS": False, "ENDS": False, "SKIPS": False,
         }  # fmt: skip
         cut = p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, plan.scale
+        gives = constants.get("SUMS", False)
         return plan.launch(
             "walk_kernel", _HOW, (U // hopper_walks.COLUMNS, p.B * p.H, p.n_seg),
-            [r, w, u, plan.gates, plan.writing, skip, to, states, boundary, left], named(to, left),
-            [r, w, u, *plan.gate_strides, *plan.strides(to), *cut], constants, kernel=hopper_walks.walk_kernel,
+            [r, w, u, x if gives else None, plan.gates, plan.writing, skip, to, states, boundary, left, *sums],
+            named(to, left, *sums[:-1]), [r, w, u, x or u, *plan.gate_strides, *plan.strides(to), *cut], how | constants,
+            kernel=hopper_walks.walk_kernel,
         )  # fmt: skip

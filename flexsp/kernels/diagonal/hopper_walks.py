@@ -17,6 +17,9 @@ A program has 128 columns of u and all N columns of r and w. It holds X^T [128, 
 it enters its product as the left operand, and both that product and the update take r and w from shared memory without
 a copy. So few other registers are free that the left operand is made of X in halves. In Triton X^T has at most 64
 columns of u: twice as many programs would compute the products <r_i, w_j>, and wait in the same chain of products.
+
+The walks of dq and dk (SUMS) leave what `gate_grad_kernel` makes gradients of gates of, as the walks in Triton do
+(`flexsp.kernels.diagonal.grads`): x, the queries of dq and the keys of dk, are read for that alone.
 """
 
 from __future__ import annotations
@@ -69,8 +72,9 @@ def _copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride):
 
 @gluon.jit
 def _fetch(
-    c, to, r, w, u, gate, writing, rs, ws, us, gates, writings, table, r_st, w_st, u_st, T, N: gl.constexpr,
-    C: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, PACKED: gl.constexpr,
+    c, to, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table, r_st, w_st, u_st, x_st, T,
+    N: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, SUMS: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy what chunk c needs to the places `to`."""
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
@@ -78,6 +82,8 @@ def _fetch(
     _copy(rs.index(to), r + start * r_st, length, C, N, r_st + zero)
     _copy(ws.index(to), w + start * w_st, length, C, N, w_st + zero)
     _copy(us.index(to), u + start * u_st, length, C, _U, u_st + zero)
+    if SUMS:
+        _copy(xs.index(to), x + start * x_st, length, C, _U, x_st + zero)
     if GATED:
         i = gl.arange(0, C, _NUMBERS)
         async_copy.async_copy_global_to_shared(gates.index(to), gate + c * C + i)
@@ -95,20 +101,63 @@ def _state_at(n0, U: gl.constexpr, N: gl.constexpr, TURNED: gl.constexpr):
     return n * U + u if TURNED else u * N + n
 
 
+@gluon.jit
+def _store_numbers(to, x):
+    gl.store(to + gl.arange(0, x.shape[0], x.type.layout), x)
+
+
+@gluon.jit
+def _column_sums(to, x):
+    """to [R / 16, C] = sums of x [R, C] over 16 rows each, which one warp holds: sums of all would take a barrier."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    found = gl.sum(gl.reshape(x, [R // 16, 16, C]), axis=1)
+    part = gl.arange(0, R // 16, gl.SliceLayout(1, found.type.layout))[:, None]
+    gl.store(to + part * C + gl.arange(0, C, gl.SliceLayout(0, found.type.layout))[None, :], found)
+
+
+@gluon.jit
+def _diagonal(to, x, kept):
+    """to [2, C]: the diagonal of x [C, C] and zeros, or the other way round: each group of four warps has a half of the
+    columns."""
+    C: gl.constexpr = x.shape[0]
+    found = gl.sum(gl.reshape(gl.where(kept, x, 0.0), [C, 2, C // 2]), axis=2)
+    i = gl.arange(0, C, gl.SliceLayout(1, found.type.layout))[:, None]
+    gl.store(to + gl.arange(0, 2, gl.SliceLayout(0, found.type.layout))[None, :] * C + i, found)
+
+
+@gluon.jit
+def _with_state(X, put, rows):
+    """Sums over columns of X^T times what `put` [128, C] and rows [C, 128] add to the other state. [128]"""
+    layout: gl.constexpr = _products(128)
+    zeros = gl.zeros([_U, 128], gl.float32, layout)
+    added = warpgroup_mma_wait(0, [warpgroup_mma(put, rows, zeros, use_acc=False, is_async=True)])
+    return gl.sum(X * added, axis=1)
+
+
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
 def walk_kernel(
-    r, w, u, gate, writing, skip, out, states, boundary, left, table,
-    r_sb, r_st, r_sh, w_sb, w_st, w_sh, u_sb, u_st, u_sh, g_sb, g_sh, out_sb, out_st, out_sh,
+    r, w, u, x, gate, writing, skip, out, states, boundary, left, of_tokens, of_states, of_pairs, of_skip, edges, other,
+    table,
+    r_sb, r_st, r_sh, w_sb, w_st, w_sh, u_sb, u_st, u_sh, x_sb, x_st, x_sh, g_sb, g_sh, out_sb, out_st, out_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     N: gl.constexpr, U: gl.constexpr, C: gl.constexpr, R_GROUP: gl.constexpr, U_GROUP: gl.constexpr,
     TURNED: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, SKIP: gl.constexpr,
-    BOUNDARY: gl.constexpr, LEFT: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    BOUNDARY: gl.constexpr, LEFT: gl.constexpr, SUMS: gl.constexpr, ENDS: gl.constexpr, SKIPS: gl.constexpr,
+    PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, U] of r, w [B, T, *, N] and u [B, T, *, U], and of X at the segment's edge in `states`.
 
     R_GROUP heads share rows of r and w, U_GROUP those of u. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`). SKIP: out has skip [H] times u besides. boundary, left [N, H, ...] (BOUNDARY, LEFT): X where packed
     documents begin, as they are walked, and where they end.
+
+    SUMS: x [B, T, *, U] is read as u is, and all in fp32 is left of_tokens [B, H, chunks, tiles, 8, C], x_i times out_i
+    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], rows of X times
+    what the chunk adds to the other state, and to the left of_pairs [B, H, chunks, tiles, C / 16, C], pairs of the
+    chunk, and edges [tiles, B, n_seg, H], X times the state `other` at the segment's edge. ENDS, to the right: edges
+    [N, H, tiles, 128] are rows of X times `other` [N, H, ...] where packed documents end. SKIPS, to the left: of_skip
+    [B, H, chunks, 2, C], the inner products of r and w of one token.
     """
     begin(PDL)
     u0, row, seg = gl.program_id(0) * _U, gl.program_id(1), gl.program_id(2)
@@ -117,6 +166,7 @@ def walk_kernel(
     r += b * r_sb + h // R_GROUP * r_sh
     w += b * w_sb + h // R_GROUP * w_sh
     u += b * u_sb + h // U_GROUP * u_sh + u0
+    x += b * x_sb + h // U_GROUP * x_sh + u0
     out += b * out_sb + h * out_sh + u0
     gate += b * g_sb + h * g_sh
     writing += b * g_sb + h * g_sh
@@ -132,16 +182,25 @@ def walk_kernel(
     X = gl.load(states + slot * N * U + corner + _state_at(0, U, N, TURNED))
     if N == 256:
         Y = gl.load(states + slot * N * U + corner + _state_at(128, U, N, TURNED))
+    n_u: gl.constexpr = U // _U
+    first_sums = row.to(gl.int64) * n_chunks * n_u + gl.program_id(0)
+    if SUMS and REVERSE:
+        edge = gl.sum(gl.sum(X * gl.load(other + slot * N * U + corner + _state_at(0, U, N, TURNED)), axis=1), axis=0)
+        if N == 256:
+            more = gl.load(other + slot * N * U + corner + _state_at(128, U, N, TURNED))
+            edge += gl.sum(gl.sum(Y * more, axis=1), axis=0)
+        gl.store(edges + (gl.program_id(0) * (gl.num_programs(1) // H) + b) * n_seg * H + seg * H + h, edge)
     weight = 0.0
     if SKIP:
         weight = gl.load(skip + h).to(gl.float32)
     rs, ws, us, pairs = tiles(2, C, N), tiles(2, C, N), tiles(2, C, _U), tiles(1, C, C)
+    xs = tiles(2, C, _U) if SUMS else us
     gates, writings = numbers(2, C), numbers(2, C)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
-            c1 - 1 if REVERSE else c0, 0, r, w, u, gate, writing, rs, ws, us, gates, writings, table, r_st, w_st, u_st,
-            T, N, C, GATED, STEPS, PACKED,
+            c1 - 1 if REVERSE else c0, 0, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table, r_st, w_st,
+            u_st, x_st, T, N, C, GATED, STEPS, SUMS, PACKED,
         )  # fmt: skip
     for n in range(0, c1 - c0):
         s = n % 2
@@ -150,8 +209,8 @@ def walk_kernel(
         arrived(0)  # behind a barrier: all products of the chunk before are done, and what they read may go
         if n + 1 < c1 - c0:
             _fetch(
-                c - 1 if REVERSE else c + 1, 1 - s, r, w, u, gate, writing, rs, ws, us, gates, writings, table, r_st,
-                w_st, u_st, T, N, C, GATED, STEPS, PACKED,
+                c - 1 if REVERSE else c + 1, 1 - s, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table,
+                r_st, w_st, u_st, x_st, T, N, C, GATED, STEPS, SUMS, PACKED,
             )  # fmt: skip
         if PACKED:
             reset = last if REVERSE else first
@@ -165,6 +224,22 @@ def walk_kernel(
                     if N == 256:
                         Y = gl.load(at_doc + _state_at(128, U, N, TURNED))
         of_r, of_w, of_u = rs.index(s), ws.index(s), us.index(s)
+        at_sums = first_sums + c.to(gl.int64) * n_u
+        b_end = 0.0
+        if GATED:
+            b_end = gl.load(gate + c * C + C - 1)
+        of_read = gates.index(s)
+        if STEPS and REVERSE:
+            of_read = writings.index(s)
+        if SUMS:
+            mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
+            weights = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
+            weights = power(b_end - weights) if REVERSE else power(weights) * scale
+            read = (mine.to(gl.float32) * weights[None, :]).to(gl.bfloat16)
+            by_row = _with_state(X, read, of_r.slice(0, 128, 1))
+            if N == 256:
+                by_row += _with_state(Y, read, of_r.slice(128, 128, 1))
+            _store_numbers(of_states + at_sums * _U, by_row)
         scores = warpgroup_mma(
             of_r, of_w.permute((1, 0)), gl.zeros([C, C], gl.float32, PAIR), use_acc=False, is_async=True
         )
@@ -177,20 +252,24 @@ def walk_kernel(
         i = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None]
         j = gl.arange(0, C, gl.SliceLayout(0, PAIR))[None, :]
         kept = j >= i if REVERSE else i >= j
-        b_end = 0.0
+        if SKIPS:
+            _diagonal(of_skip + (row.to(gl.int64) * n_chunks + c) * 2 * C, scores, i == j)
         if GATED:
-            b_end = gl.load(gate + c * C + C - 1)
-            mine, others = gates.index(s), gates.index(s)
-            if STEPS and REVERSE:
-                mine = writings.index(s)
-            elif STEPS:
+            others = gates.index(s)
+            if STEPS and not REVERSE:
                 others = writings.index(s)
-            here, there = mine.load(gl.SliceLayout(1, PAIR))[:, None], others.load(gl.SliceLayout(0, PAIR))[None, :]
+            here = of_read.load(gl.SliceLayout(1, PAIR))[:, None]
+            there = others.load(gl.SliceLayout(0, PAIR))[None, :]
             decay = there - here if REVERSE else here - there
             scores = gl.where(kept, scores * (power(decay) * scale), 0.0)
         else:
             scores = gl.where(kept, scores * scale, 0.0)
         pairs.index(0).store(scores.to(gl.bfloat16))
+        if SUMS and REVERSE:
+            zeros = gl.zeros([C, C], gl.float32, PAIR)
+            beside = warpgroup_mma(xs.index(s), of_u.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            found, beside = warpgroup_mma_wait(0, [found, beside])
+            _column_sums(of_pairs + at_sums * (C // 16) * C, scores.to(gl.bfloat16).to(gl.float32) * beside)
         found = warpgroup_mma_wait(0, [found])
         if N == 256:
             held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
@@ -199,13 +278,13 @@ def walk_kernel(
         put = of_u.permute((1, 0)).load(LEFT_OF_STATE)
         found = warpgroup_mma_wait(0, [found])
         if GATED:
-            of_read = gates.index(s)
-            if STEPS and REVERSE:
-                of_read = writings.index(s)
             reads = of_read.load(gl.SliceLayout(0, OUT))
             found = found * (power(b_end - reads) if REVERSE else power(reads) * scale)[None, :]
         elif not REVERSE:
             found = found * scale
+        if SUMS and not REVERSE:
+            mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
+            _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
         if SKIP:
             found += gl.convert_layout(put, OUT).to(gl.float32) * weight
         found = warpgroup_mma(of_u.permute((1, 0)), pairs.index(0).permute((1, 0)), found, is_async=True)
@@ -227,6 +306,9 @@ def walk_kernel(
             found, X, Y = warpgroup_mma_wait(0, [found, X, Y])
         else:
             found, X = warpgroup_mma_wait(0, [found, X])
+        if SUMS and REVERSE:
+            mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
+            _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
         rows = gl.arange(0, C, gl.SliceLayout(0, _COLUMNS_OUT))
         columns = gl.arange(0, _U, gl.SliceLayout(1, _COLUMNS_OUT))
         at = out + start * out_st + rows[None, :] * out_st + columns[:, None]
@@ -238,4 +320,11 @@ def walk_kernel(
                 gl.store(at_doc + _state_at(0, U, N, TURNED), X)
                 if N == 256:
                     gl.store(at_doc + _state_at(128, U, N, TURNED), Y)
+        if PACKED and ENDS:
+            if last:
+                at_doc = other + (doc * H + h) * N * U + corner
+                by_row = gl.sum(X * gl.load(at_doc + _state_at(0, U, N, TURNED)), axis=1)
+                if N == 256:
+                    by_row += gl.sum(Y * gl.load(at_doc + _state_at(128, U, N, TURNED)), axis=1)
+                _store_numbers(edges + ((doc * H + h) * n_u + gl.program_id(0)) * _U, by_row)
     arrived(0)

@@ -33,22 +33,24 @@ def _scores(q, k, bc, into, later, scale, GATED: tl.constexpr, DOT: tl.constexpr
 
 @triton.jit
 def _of_one_column(
-    o, S, q, k, v, bc, b_end, later, length, o_st, scale, C: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    o, S, q, k, v, bc, into, b_end, later, length, o_st, weight, scale, C: tl.constexpr, GATED: tl.constexpr,
+    SKIP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Writes a chunk's outputs where V is 1 and returns the state behind it: as `output_kernel` does it, but that
     nothing is rounded between the inputs and o, which mLSTM and linear attention divide by."""
     rows = tl.arange(0, C)
     value = tl.sum(v.to(tl.float32), axis=1)
-    pairs = _scores(q, k, bc, bc, later, scale, GATED, DOT, PREC)
+    pairs = _scores(q, k, bc, into, later, scale, GATED, DOT, PREC)
     here = tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)[None, :] + 0.0, axis=1) * scale
     if GATED:
         here = here * power(bc)
         S = S * power(b_end)
-        S += tl.trans(written(k, power(b_end - bc), v, 1, DOT, PREC))
+        S += tl.trans(written(k, power(b_end - into), v, 1, DOT, PREC))
     else:
         S += tl.trans(written(k, None, v, 1, DOT, PREC))
     here += tl.sum(pairs * value[:, None] + 0.0, axis=0)
+    if SKIP:
+        here += value * weight
     tl.store(o + rows * o_st, here.to(o.dtype.element_ty), mask=rows < length)
     return S
 
@@ -122,6 +124,7 @@ def output_kernel(
     o += b.to(tl.int64) * o_sb + h * o_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     writing += b.to(tl.int64) * g_sb + h * g_sh
+    weight = 0.0
     if SKIP:
         weight = tl.load(skip + h).to(tl.float32)
 
@@ -153,7 +156,8 @@ def output_kernel(
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         if V == 1:
             S = _of_one_column(
-                o + start * o_st, S, qc, kc, vc, bc, b_end, later, length, o_st, scale, C, GATED, DOT, PREC
+                o + start * o_st, S, qc, kc, vc, bc, written_at, b_end, later, length, o_st, weight, scale, C, GATED,
+                SKIP, DOT, PREC,
             )  # fmt: skip
         else:
             if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")

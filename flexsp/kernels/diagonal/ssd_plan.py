@@ -56,7 +56,7 @@ class SsdPlan(DiagonalPlan):
         }  # fmt: skip
 
     def of_gates(self, gate: str) -> list[Buffer]:
-        dk, dv = self.tiling.tiles.dk, self._dv
+        dk = self.tiling.tiles.dk
         of_parts = self.B, self.H, self._programs
         token = self.B, self.H, self.T
         return [
@@ -67,8 +67,8 @@ class SsdPlan(DiagonalPlan):
             *(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_parts) for name in self.params),
             Buffer("@writing", Role.SAVED, decay_dtype(self.dtype), (self.B, self.H, self._row)),
             Buffer("@dgates", Role.SCRATCH, _F32, token),
-            Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, dk.parts)),
-            Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(self._dv_tiles, dv.parts)),
+            Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, self._parts(dk))),
+            Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(self._dv_tiles, self._skip_parts)),
         ]
 
     @property
@@ -78,7 +78,13 @@ class SsdPlan(DiagonalPlan):
 
     @property
     def _dv_tiles(self) -> int:
-        return 1 if self.tiling.tiles.dv is None else -(-self.tiling.V // self._dv.bv)
+        if self.tiling.tiles.dv is None or self.hopper is not None:
+            return 1
+        return -(-self.tiling.V // self._dv.bv)
+
+    @property
+    def _skip_parts(self) -> int:
+        return self._dv.parts if self.hopper is None else 2
 
     @property
     def _programs(self) -> int:
@@ -119,7 +125,7 @@ class SsdPlan(DiagonalPlan):
         else:
             gates = [self.gate_grad("@dgates", last)] if of_steps else []
         of_keys = "@writes" if self._exact or self.shared is not None else "@of_steps"
-        parts, skip_parts = self._dk_tiles * p.tiles.dk.parts, self._dv_tiles * self._dv.parts
+        parts, skip_parts = self._dk_tiles * self._parts(p.tiles.dk), self._dv_tiles * self._skip_parts
         if self.shared is not None:
             parts = skip_parts = 1
         made = ["d_dt", *self.sums(wanted)] if of_steps else self.sums(wanted)

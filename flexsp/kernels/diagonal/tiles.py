@@ -45,6 +45,10 @@ class Tile:
         return self.warps // 4
 
 
+_HOPPER = Tile(128, 128, 8, 1)
+"""Of the walks in Gluon, which have 128 columns of what they make."""
+
+
 @dataclass(frozen=True)
 class SharedTiles:
     """Tiles of gradients where heads share keys, which go over heads: of the walks over states, of values, and of keys.
@@ -66,7 +70,7 @@ class Tiles:
     """Choices for one (dtype class, K, V): `chunk` tokens a step, one tile a kernel.
 
     Where `dv` is None, the walk of dk holds all of dS and gives dv too. Where there is `shared`, gradients do not walk.
-    `hopper`: the walks in Gluon run such calls, but for those that leave what gradients of gates are made of.
+    `hopper`: the walks of outputs and gradients are those in Gluon.
     """
 
     chunk: int
@@ -100,7 +104,7 @@ def choose(
     if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device)
     if gluon and device.wide_products and not device.tensor_memory and {K, V} in _LARGE:
-        found = replace(found, hopper=True)
+        found = replace(found, hopper=True, dq=_HOPPER, dk=_HOPPER, dv=_HOPPER)
     if V == 1:  # queries and keys in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found

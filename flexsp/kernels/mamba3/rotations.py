@@ -249,11 +249,17 @@ def rows_grad_kernel(
         back = tl.load(dw + row, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         less = (behind * back)[:, None]
+        # All is read before anything is written: what comes later would wait for memory once more.
         of_k, of_q = dk + row * K, dq + row * K
         g1, g2 = load_pairs(of_k, there, shift, 0, K, BP, HALVES)
+        f1, f2 = load_pairs(of_q, there, shift, 0, K, BP, HALVES)
+        if STILL:
+            x3, x4 = _biased(b3, b4, b_bias, h, shift, BP, K, BP, HALVES, B_BIAS)
+            y3, y4 = _biased(c3, c4, c_bias, h, shift, BP, K, BP, HALVES, C_BIAS)
+            v3, v4 = load_pairs(of_k, there, shift, BP, K, BP, HALVES)
+            u3, u4 = load_pairs(of_q, there, shift, BP, K, BP, HALVES)
         v1, v2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
-        g1, g2 = load_pairs(of_q, there, shift, 0, K, BP, HALVES)
-        u1, u2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
+        u1, u2 = f1 * cos + f2 * sin, f2 * cos - f1 * sin
         products = v1 * x1 + v2 * x2
         turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
         tl.store(dturns + (row * S)[:, None] + p[None, :], turned, mask=there[:, None] & (p < S)[None, :])
@@ -265,15 +271,11 @@ def rows_grad_kernel(
         db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
         to_biases = _of_both(v1, v2, u1, u2)
         if STILL:
-            x1, x2 = _biased(b3, b4, b_bias, h, shift, BP, K, BP, HALVES, B_BIAS)
-            y1, y2 = _biased(c3, c4, c_bias, h, shift, BP, K, BP, HALVES, C_BIAS)
-            v1, v2 = load_pairs(of_k, there, shift, BP, K, BP, HALVES)
-            u1, u2 = load_pairs(of_q, there, shift, BP, K, BP, HALVES)
-            products += v1 * x1 + v2 * x2
-            v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
-            u1, u2 = u1 - less * x1, u2 - less * x2
-            db3, db4, dc3, dc4 = db3 + v1, db4 + v2, dc3 + u1, dc4 + u2
-            to_biases = tl.join(to_biases, _of_both(v1, v2, u1, u2))
+            products += v3 * x3 + v4 * x4
+            v3, v4 = weight * v3 - less * y3, weight * v4 - less * y4
+            u3, u4 = u3 - less * x3, u4 - less * x4
+            db3, db4, dc3, dc4 = db3 + v3, db4 + v4, dc3 + u3, dc4 + u4
+            to_biases = tl.join(to_biases, _of_both(v3, v4, u3, u4))
         if B_BIAS or C_BIAS:
             _store_sums(dbiases + (n * H + h) * (2 * K), to_biases, p, K, STILL, HALVES)
         of_weight = tl.sum(products, axis=1)

@@ -38,7 +38,6 @@ WARPS = 8
 _U = gl.constexpr(COLUMNS)
 _WARPS = gl.constexpr(WARPS)
 _NUMBERS = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS], [0]))
-_COLUMNS_OUT = gl.constexpr(gl.BlockedLayout([8, 1], [16, 2], [1, WARPS], [0, 1]))
 
 
 @gluon.constexpr_function
@@ -127,6 +126,55 @@ def _diagonal(to, x, kept):
 
 
 @gluon.jit
+def _scores(r, w):
+    """r w^T [C, C], which goes on by itself."""
+    C: gl.constexpr = r.shape[0]
+    zeros = gl.zeros([C, C], gl.float32, _pairs(C))
+    return warpgroup_mma(r, w.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _finish(
+    scores, pairs, gates, writings, x, u, scale, of_pairs, of_skip, at, C: gl.constexpr, REVERSE: gl.constexpr,
+    GATED: gl.constexpr, STEPS: gl.constexpr, SUMS: gl.constexpr, SKIPS: gl.constexpr,
+):  # fmt: skip
+    """Decays the scores of a chunk, stores them at `pairs` and leaves their sums."""
+    PAIR: gl.constexpr = _pairs(C)
+    i = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, PAIR))[None, :]
+    kept = j >= i if REVERSE else i >= j
+    if SKIPS:
+        _diagonal(of_skip + at[1] * 2 * C, scores, i == j)
+    if GATED:
+        of_r, of_w = gates, gates
+        if STEPS and REVERSE:
+            of_r = writings
+        elif STEPS:
+            of_w = writings
+        here = of_r.load(gl.SliceLayout(1, PAIR))[:, None]
+        there = of_w.load(gl.SliceLayout(0, PAIR))[None, :]
+        scores = gl.where(kept, scores * (power(there - here if REVERSE else here - there) * scale), 0.0)
+    else:
+        scores = gl.where(kept, scores * scale, 0.0)
+    rounded = scores.to(gl.bfloat16)
+    pairs.store(rounded)
+    if SUMS and REVERSE:
+        beside = warpgroup_mma_wait(0, [_scores(x, u)])
+        _column_sums(of_pairs + at[0] * (C // 16) * C, rounded.to(gl.float32) * beside)
+
+
+@gluon.jit
+def _store_rows(to, rows, length, stride):
+    """Rows 0..length-1 of a tile in shared memory."""
+    C: gl.constexpr = rows.shape[0]
+    N: gl.constexpr = rows.shape[1]
+    layout: gl.constexpr = _rows(N)
+    i = gl.arange(0, C, gl.SliceLayout(1, layout))
+    at = to + i[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
+    gl.store(at, rows.load(layout), mask=(i < length)[:, None])
+
+
+@gluon.jit
 def _with_state(X, put, rows):
     """Sums over columns of X^T times what `put` [128, C] and rows [C, 128] add to the other state. [128]"""
     layout: gl.constexpr = _products(128)
@@ -172,11 +220,11 @@ def walk_kernel(
     writing += b * g_sb + h * g_sh
     STATE: gl.constexpr = _products(128)
     OUT: gl.constexpr = _products(C)
-    PAIR: gl.constexpr = _pairs(C)
     LEFT_OF_OUT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     LEFT_OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     c0 = seg * per_seg
-    c1 = gl.minimum(c0 + per_seg, n_chunks)
+    count = gl.minimum(per_seg, n_chunks - c0)
+    c1 = c0 + count
     corner = u0 if TURNED else u0 * N
     slot = (b * (n_seg + 1) + seg + (1 if REVERSE else 0)) * H + h
     X = gl.load(states + slot * N * U + corner + _state_at(0, U, N, TURNED))
@@ -193,26 +241,39 @@ def walk_kernel(
     weight = 0.0
     if SKIP:
         weight = gl.load(skip + h).to(gl.float32)
-    rs, ws, us, pairs = tiles(2, C, N), tiles(2, C, N), tiles(2, C, _U), tiles(1, C, C)
+    rs, ws, us, pairs = tiles(2, C, N), tiles(2, C, N), tiles(2, C, _U), tiles(2, C, C)
     xs = tiles(2, C, _U) if SUMS else us
+    outs = tiles(1, C, _U)
     gates, writings = numbers(2, C), numbers(2, C)
     gl.thread_barrier()
-    if c0 < c1:
-        _fetch(
-            c1 - 1 if REVERSE else c0, 0, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table, r_st, w_st,
-            u_st, x_st, T, N, C, GATED, STEPS, SUMS, PACKED,
-        )  # fmt: skip
-    for n in range(0, c1 - c0):
+    # Of the first chunk, which has none before it to do this beside.
+    c = c1 - 1 if REVERSE else c0
+    _fetch(
+        c, 0, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table, r_st, w_st, u_st, x_st, T, N, C, GATED,
+        STEPS, SUMS, PACKED,
+    )  # fmt: skip
+    arrived(0)
+    scores = _scores(rs.index(0), ws.index(0))
+    scores = warpgroup_mma_wait(0, [scores])
+    at = first_sums + c.to(gl.int64) * n_u, row.to(gl.int64) * n_chunks + c
+    _finish(
+        scores, pairs.index(0), gates.index(0), writings.index(0), xs.index(0), us.index(0), scale, of_pairs, of_skip,
+        at, C, REVERSE, GATED, STEPS, SUMS, SKIPS,
+    )  # fmt: skip
+    to_out, length = out, 0
+    for n in range(0, count):
         s = n % 2
         c = c1 - 1 - n if REVERSE else c0 + n
-        start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        arrived(0)  # behind a barrier: all products of the chunk before are done, and what they read may go
-        if n + 1 < c1 - c0:
-            _fetch(
-                c - 1 if REVERSE else c + 1, 1 - s, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table,
-                r_st, w_st, u_st, x_st, T, N, C, GATED, STEPS, SUMS, PACKED,
-            )  # fmt: skip
+        # After the last chunk the same once more, which changes nothing: no branch, in which products would wait.
+        later = gl.minimum(n + 1, count - 1)
+        later = c1 - 1 - later if REVERSE else c0 + later
+        visible()  # its pairs; and all products of the chunk before are done, and what they read may go
+        _fetch(
+            later, 1 - s, r, w, u, x, gate, writing, rs, ws, us, xs, gates, writings, table, r_st, w_st, u_st, x_st, T,
+            N, C, GATED, STEPS, SUMS, PACKED,
+        )  # fmt: skip
         if PACKED:
+            start, length_here, doc, first, last = chunk_at(table, c, T, C, PACKED)
             reset = last if REVERSE else first
             X = gl.where(reset, 0.0, X)
             if N == 256:
@@ -225,12 +286,14 @@ def walk_kernel(
                         Y = gl.load(at_doc + _state_at(128, U, N, TURNED))
         of_r, of_w, of_u = rs.index(s), ws.index(s), us.index(s)
         at_sums = first_sums + c.to(gl.int64) * n_u
+        of_read, of_write = gates.index(s), gates.index(s)
+        if STEPS and REVERSE:
+            of_read = writings.index(s)
+        elif STEPS:
+            of_write = writings.index(s)
         b_end = 0.0
         if GATED:
             b_end = gl.load(gate + c * C + C - 1)
-        of_read = gates.index(s)
-        if STEPS and REVERSE:
-            of_read = writings.index(s)
         if SUMS:
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
             weights = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
@@ -240,42 +303,30 @@ def walk_kernel(
             if N == 256:
                 by_row += _with_state(Y, read, of_r.slice(128, 128, 1))
             _store_numbers(of_states + at_sums * _U, by_row)
-        scores = warpgroup_mma(
-            of_r, of_w.permute((1, 0)), gl.zeros([C, C], gl.float32, PAIR), use_acc=False, is_async=True
-        )
         held = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_OUT)
         found = warpgroup_mma(
             held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
             is_async=True,
         )  # fmt: skip
-        scores = warpgroup_mma_wait(1, [scores])
-        i = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None]
-        j = gl.arange(0, C, gl.SliceLayout(0, PAIR))[None, :]
-        kept = j >= i if REVERSE else i >= j
-        if SKIPS:
-            _diagonal(of_skip + (row.to(gl.int64) * n_chunks + c) * 2 * C, scores, i == j)
+        _store_rows(to_out, outs.index(0), length, out_st)  # of the chunk before
+        start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+        to_out = out + start * out_st
+        put = of_u.permute((1, 0)).load(LEFT_OF_STATE)
+        own = put
         if GATED:
-            others = gates.index(s)
-            if STEPS and not REVERSE:
-                others = writings.index(s)
-            here = of_read.load(gl.SliceLayout(1, PAIR))[:, None]
-            there = others.load(gl.SliceLayout(0, PAIR))[None, :]
-            decay = there - here if REVERSE else here - there
-            scores = gl.where(kept, scores * (power(decay) * scale), 0.0)
-        else:
-            scores = gl.where(kept, scores * scale, 0.0)
-        pairs.index(0).store(scores.to(gl.bfloat16))
-        if SUMS and REVERSE:
-            zeros = gl.zeros([C, C], gl.float32, PAIR)
-            beside = warpgroup_mma(xs.index(s), of_u.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            found, beside = warpgroup_mma_wait(0, [found, beside])
-            _column_sums(of_pairs + at_sums * (C // 16) * C, scores.to(gl.bfloat16).to(gl.float32) * beside)
+            writes = of_write.load(gl.SliceLayout(0, LEFT_OF_STATE))
+            writes = power(writes) * scale if REVERSE else power(b_end - writes)
+            put = (put.to(gl.float32) * writes[None, :]).to(gl.bfloat16)
+        elif REVERSE:
+            put = (put.to(gl.float32) * scale).to(gl.bfloat16)
         found = warpgroup_mma_wait(0, [found])
         if N == 256:
             held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
             found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
-        visible()
-        put = of_u.permute((1, 0)).load(LEFT_OF_STATE)
+        if GATED:
+            X = X * power(b_end)
+            if N == 256:
+                Y = Y * power(b_end)
         found = warpgroup_mma_wait(0, [found])
         if GATED:
             reads = of_read.load(gl.SliceLayout(0, OUT))
@@ -286,33 +337,27 @@ def walk_kernel(
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
             _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
         if SKIP:
-            found += gl.convert_layout(put, OUT).to(gl.float32) * weight
-        found = warpgroup_mma(of_u.permute((1, 0)), pairs.index(0).permute((1, 0)), found, is_async=True)
-        if GATED:
-            of_write = gates.index(s)
-            if STEPS and not REVERSE:
-                of_write = writings.index(s)
-            writes = of_write.load(gl.SliceLayout(0, LEFT_OF_STATE))
-            writes = power(writes) * scale if REVERSE else power(b_end - writes)
-            put = (put.to(gl.float32) * writes[None, :]).to(gl.bfloat16)
-            X = X * power(b_end)
-            if N == 256:
-                Y = Y * power(b_end)
-        elif REVERSE:
-            put = (put.to(gl.float32) * scale).to(gl.bfloat16)
+            found += gl.convert_layout(own, OUT).to(gl.float32) * weight
+        found = warpgroup_mma(of_u.permute((1, 0)), pairs.index(s).permute((1, 0)), found, is_async=True)
         X = warpgroup_mma(put, of_w.slice(0, 128, 1), X, is_async=True)
         if N == 256:
             Y = warpgroup_mma(put, of_w.slice(128, 128, 1), Y, is_async=True)
-            found, X, Y = warpgroup_mma_wait(0, [found, X, Y])
-        else:
-            found, X = warpgroup_mma_wait(0, [found, X])
+        arrived(0)
+        scores = _scores(rs.index(1 - s), ws.index(1 - s))
+        found = warpgroup_mma_wait(3 if N == 256 else 2, [found])
         if SUMS and REVERSE:
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
             _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
-        rows = gl.arange(0, C, gl.SliceLayout(0, _COLUMNS_OUT))
-        columns = gl.arange(0, _U, gl.SliceLayout(1, _COLUMNS_OUT))
-        at = out + start * out_st + rows[None, :] * out_st + columns[:, None]
-        gl.store(at, gl.convert_layout(found.to(gl.bfloat16), _COLUMNS_OUT), mask=(rows < length)[None, :])
+        outs.index(0).permute((1, 0)).store(found.to(gl.bfloat16))
+        if N == 256:
+            X, Y, scores = warpgroup_mma_wait(0, [X, Y, scores])
+        else:
+            X, scores = warpgroup_mma_wait(0, [X, scores])
+        at = first_sums + later.to(gl.int64) * n_u, row.to(gl.int64) * n_chunks + later
+        _finish(
+            scores, pairs.index(1 - s), gates.index(1 - s), writings.index(1 - s), xs.index(1 - s), us.index(1 - s),
+            scale, of_pairs, of_skip, at, C, REVERSE, GATED, STEPS, SUMS, SKIPS,
+        )  # fmt: skip
         if PACKED and LEFT:
             ends = first if REVERSE else last
             if ends:
@@ -327,4 +372,5 @@ def walk_kernel(
                 if N == 256:
                     by_row += gl.sum(Y * gl.load(at_doc + _state_at(128, U, N, TURNED)), axis=1)
                 _store_numbers(edges + ((doc * H + h) * n_u + gl.program_id(0)) * _U, by_row)
-    arrived(0)
+    gl.thread_barrier()
+    _store_rows(to_out, outs.index(0), length, out_st)

@@ -12,7 +12,7 @@ from flexsp.kernels import primitives
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import Tiling
 from flexsp.kernels.launch_plan import SegmentedPlan
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, SameTokenStride, named
 
 __all__ = ["BasePlan"]
 
@@ -108,6 +108,20 @@ class BasePlan(SegmentedPlan):
             kind, Launch(tile.bv, tile.warps, tile.stages), (programs, p.B * p.H, p.n_seg), pointers, writes,
             (*numbers, *cut), constants | self.dots, reads=reads,
         )  # fmt: skip
+
+    def chunk_states(
+        self, tile: Tile, x: str, y: str, states: str, edges: str, boundary: str | None, left: str | None, kept: int,
+        first: int = 0, *, reverse: bool,
+    ) -> LaunchSpec:  # fmt: skip
+        """The states at the edges of chunks, of `kept` chunks of the segments from `first` on."""
+        p, writing = self.tiling, None if reverse else self.writing
+        walk = self.walk(
+            "chunk_states_kernel", tile, -(-p.K // tile.bk) * -(-p.V // tile.bv),
+            [x, y, self.gates, writing, states, edges, boundary, left], named(edges, left),
+            [x, y, *self.gate_strides, first, kept], REVERSE=reverse, BOUNDARY=boundary is not None,
+            LEFT=left is not None, STEPS=writing is not None, GROUP=self.group,
+        )  # fmt: skip
+        return replace(walk, grid=(*walk.grid[:2], min(-(-kept // p.per_seg), p.n_seg - first)))
 
     def small(
         self, kind: str, grid: tuple[int, ...], pointers: Sequence[str | None], to: Sequence[str],

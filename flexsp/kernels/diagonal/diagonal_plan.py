@@ -16,7 +16,7 @@ from flexsp.kernels.diagonal.shared_plan import SharedGradients
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import NAME, decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
-from flexsp.kernels.launch_spec import LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 if TYPE_CHECKING:
     from flexsp.kernels.diagonal.hopper_plan import HopperWalks
@@ -41,6 +41,7 @@ class DiagonalPlan(BasePlan):
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel, shared_grads.chunk_states_kernel,
+        shared_grads.column_output_kernel,
         shared_grads.shared_values_kernel, shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
 
@@ -61,7 +62,9 @@ class DiagonalPlan(BasePlan):
         of_gates = [] if self.gate is None else self.of_gates(self.gate)
         by_head = Buffer("@by_head", Role.SCRATCH, self.dtype, (self.B, self.T, self.H, self.tiling.K))
         shared = [] if self.shared is None else self.shared.buffers()
-        return [*self.states_of_segments(), *tokens, *of_gates, by_head, *shared]
+        edges = self.B, self.n_seg * self.tiling.per_seg, self.H, *self.state
+        column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
+        return [*self.states_of_segments(), *tokens, *of_gates, by_head, *shared, *column]
 
     @cached_property
     def shared(self) -> SharedGradients | None:
@@ -182,6 +185,8 @@ class DiagonalPlan(BasePlan):
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
+        if self.tiling.V == 1:
+            return self._output_of_column(initial, final)
         if self.hopper is not None:
             return [self.hopper.output(initial, final)]
         tile, p = self.tiling.tiles.output, self.tiling
@@ -192,6 +197,22 @@ class DiagonalPlan(BasePlan):
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "o"),
             STEPS=self.writing is not None, SKIP=self.skip is not None, GROUP=self.group,
         )]  # fmt: skip
+
+    def _output_of_column(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
+        """Chunks side by side: such a state has few numbers, and its products are no work for a walk to do."""
+        p, kept = self.tiling, self.n_seg * self.tiling.per_seg
+        tile = Tile(64, 16, 4, 2)
+        states = self.chunk_states(tile, "k", "v", "@states", "@entering", initial, final, kept, reverse=False)
+        constants = {
+            "K": p.K, "BK": p.tiles.output.bk, "C": p.chunk, "GATED": self.gate is not None,
+            "STEPS": self.writing is not None, "SKIP": self.skip is not None, "GROUP": self.group,
+        }  # fmt: skip
+        output = self.launch(
+            "column_output_kernel", Launch(0, p.tiles.output.warps, 1), (p.n_chunks, p.B * p.H, 1),
+            ["q", "k", "v", self.gates, self.writing, self.skip, "o", "@entering"], ["o"],
+            ["q", "k", "v", *self.gate_strides, *self.strides("o"), p.T, p.H, kept, self.scale], constants | self.dots,
+        )  # fmt: skip
+        return [states, output]
 
     def _dq(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """Leaves what the gate gradient needs, which includes products of `last`."""

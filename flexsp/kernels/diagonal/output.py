@@ -32,30 +32,6 @@ def _scores(q, k, bc, into, later, scale, GATED: tl.constexpr, DOT: tl.constexpr
 
 
 @triton.jit
-def _of_one_column(
-    o, S, q, k, v, bc, into, b_end, later, length, o_st, weight, scale, C: tl.constexpr, GATED: tl.constexpr,
-    SKIP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Writes a chunk's outputs where V is 1 and returns the state behind it: as `output_kernel` does it, but that
-    nothing is rounded between the inputs and o, which mLSTM and linear attention divide by."""
-    rows = tl.arange(0, C)
-    value = tl.sum(v.to(tl.float32), axis=1)
-    pairs = _scores(q, k, bc, into, later, scale, GATED, DOT, PREC)
-    here = tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)[None, :] + 0.0, axis=1) * scale
-    if GATED:
-        here = here * power(bc)
-        S = S * power(b_end)
-        S += tl.trans(written(k, power(b_end - into), v, 1, DOT, PREC))
-    else:
-        S += tl.trans(written(k, None, v, 1, DOT, PREC))
-    here += tl.sum(pairs * value[:, None] + 0.0, axis=0)
-    if SKIP:
-        here += value * weight
-    tl.store(o + rows * o_st, here.to(o.dtype.element_ty), mask=rows < length)
-    return S
-
-
-@triton.jit
 def output_kernel(
     q,
     k,
@@ -124,7 +100,6 @@ def output_kernel(
     o += b.to(tl.int64) * o_sb + h * o_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     writing += b.to(tl.int64) * g_sb + h * g_sh
-    weight = 0.0
     if SKIP:
         weight = tl.load(skip + h).to(tl.float32)
 
@@ -154,31 +129,25 @@ def output_kernel(
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
-        if V == 1:
-            S = _of_one_column(
-                o + start * o_st, S, qc, kc, vc, bc, written_at, b_end, later, length, o_st, weight, scale, C, GATED,
-                SKIP, DOT, PREC,
-            )  # fmt: skip
+        if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
+            p = _scores(qc, kc, bc, written_at, later, scale, GATED, DOT, PREC).to(DOT)
         else:
-            if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-                p = _scores(qc, kc, bc, written_at, later, scale, GATED, DOT, PREC).to(DOT)
-            else:
-                p = tl.zeros([C, C], DOT)
-            oc = mm(held, tl.trans(qc), DOT, PREC)
-            if GATED:
-                oc = oc * (power(bc) * scale)[None, :]
-            else:
-                oc = oc * scale
-            oc += mm(tl.trans(vc), p, DOT, PREC)
-            if SKIP:
-                oc += tl.trans(vc).to(tl.float32) * weight
-            # Here, where p is no longer needed, so that both lie in the same shared memory: two blocks then fit.
-            if GATED:
-                S = S * power(b_end)
-                S += mm(tl.trans(vc) * power(b_end - written_at)[None, :], kc, DOT, PREC)
-            else:
-                S += mm(tl.trans(vc), kc, DOT, PREC)
-            store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
+            p = tl.zeros([C, C], DOT)
+        oc = mm(held, tl.trans(qc), DOT, PREC)
+        if GATED:
+            oc = oc * (power(bc) * scale)[None, :]
+        else:
+            oc = oc * scale
+        oc += mm(tl.trans(vc), p, DOT, PREC)
+        if SKIP:
+            oc += tl.trans(vc).to(tl.float32) * weight
+        # Here, where p is no longer needed, so that both lie in the same shared memory: two blocks then fit.
+        if GATED:
+            S = S * power(b_end)
+            S += mm(tl.trans(vc) * power(b_end - written_at)[None, :], kc, DOT, PREC)
+        else:
+            S += mm(tl.trans(vc), kc, DOT, PREC)
+        store_columns(o + start * o_st, oc, o_st, length, v0, C, V, BV)
         if PACKED and FINAL:  # noqa: SIM102
             if last:
                 store_state(final + at_doc, S, 0, v0, True, K, V, BK, BV, True)

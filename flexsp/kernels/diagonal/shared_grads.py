@@ -86,8 +86,9 @@ def chunk_states_kernel(
         if STEPS:
             bc = rows_of(writing, c, C)
         S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, DOT, PREC)
-        if PACKED and LEFT:  # noqa: SIM102
-            if first:
+        if PACKED and LEFT:
+            ends = first if REVERSE else last
+            if ends:
                 store_state(left + at_doc, S, k0, v0, True, K, V, BK, BV)
 
 
@@ -108,6 +109,57 @@ def _load_edge(base, k0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV:
     else:
         found = tl.load(at, mask=(rows < K) & (cols < V), other=0.0)
     return found
+
+
+@triton.jit
+def _load_column(base, i, stride, length):
+    """Rows 0..length-1 of values of one channel, in fp32."""
+    return tl.load(base + i * stride, mask=i < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_vector(base, k0, K: tl.constexpr, BK: tl.constexpr):
+    """BK rows of a state of one column, in fp32."""
+    rows = k0 + tl.arange(0, BK)
+    return tl.load(base + rows, mask=rows < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def column_output_kernel(
+    q, k, v, gate, writing, skip, o, entering, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, g_sb, g_sh, o_sb, o_st, o_sh, T, H, kept, scale,
+    K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """o of one chunk where V is 1, as `output_kernel` makes it, of the states `entering` [B, kept, H, K].
+
+    Nothing is rounded between the inputs and o, which mLSTM and linear attention divide by.
+    """
+    begin(PDL)
+    c = tl.program_id(0)
+    b = tl.program_id(1) // H
+    h = (tl.program_id(1) % H).to(tl.int64)
+    start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+    i = tl.arange(0, C)
+    qc = load_rows(q + b.to(tl.int64) * q_sb + group_of(h, GROUP) * q_sh + start * q_st, q_st, length, 0, C, K, BK)
+    kc = load_rows(k + b.to(tl.int64) * k_sb + group_of(h, GROUP) * k_sh + start * k_st, k_st, length, 0, C, K, BK)
+    value = _load_column(v + b.to(tl.int64) * v_sb + h * v_sh + start * v_st, i, v_st, length)
+    S = _load_vector(entering + ((b.to(tl.int64) * kept + c) * H + h) * K, 0, K, BK)
+    here = tl.sum(qc.to(tl.float32) * S[None, :] + 0.0, axis=1) * scale
+    scores = tl.zeros([C, C], tl.float32)
+    if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
+        scores = tl.where(i[:, None] >= i[None, :], mm(qc, tl.trans(kc), DOT, PREC) * scale, 0.0)
+    if GATED:
+        bc = rows_of(gate + b.to(tl.int64) * g_sb + h * g_sh, c, C)
+        into = bc
+        if STEPS:
+            into = rows_of(writing + b.to(tl.int64) * g_sb + h * g_sh, c, C)
+        here = here * power(bc)
+        scores = scores * power(tl.where(i[:, None] >= i[None, :], bc[:, None] - into[None, :], float("-inf")))
+    here += tl.sum(scores * value[None, :] + 0.0, axis=1)
+    if SKIP:
+        here += value * tl.load(skip + h).to(tl.float32)
+    tl.store(o + b.to(tl.int64) * o_sb + h * o_sh + (start + i) * o_st, here.to(o.dtype.element_ty), mask=i < length)
 
 
 @triton.jit
@@ -152,35 +204,55 @@ def shared_values_kernel(
     first_head = group * GROUP + block * heads
     for h in range(first_head, tl.minimum(first_head + heads, group * GROUP + GROUP)):
         at = (row + h) * n_chunks + c
-        vc = load_rows(v + h * v_sh, v_st, length, 0, C, V, BV)
-        oc = load_rows(do + h * do_sh, do_st, length, 0, C, V, BV)
-        dS = _load_edge(leaving + (held * H + h) * K * V, 0, K, V, BK, BV)
-        dac = mm(oc, tl.trans(vc), DOT, PREC)
-        of_state = mm(kc, dS, DOT, PREC)
+        if V == 1:
+            vc = _load_column(v + h * v_sh, i, v_st, length)
+            oc = _load_column(do + h * do_sh, i, do_st, length)
+            dS = _load_vector(leaving + (held * H + h) * K, 0, K, BK)
+            dac = oc[:, None] * vc[None, :]
+            of_state = tl.sum(kc.to(tl.float32) * dS[None, :] + 0.0, axis=1)
+        else:
+            vc = load_rows(v + h * v_sh, v_st, length, 0, C, V, BV)
+            oc = load_rows(do + h * do_sh, do_st, length, 0, C, V, BV)
+            dS = _load_edge(leaving + (held * H + h) * K * V, 0, K, V, BK, BV)
+            dac = mm(oc, tl.trans(vc), DOT, PREC)
+            of_state = mm(kc, dS, DOT, PREC)
         if GATED:
             bc = rows_of(gate, at, C)
             b_end = tl.load(gate + at * C + C - 1)
             written_at = rows_of(writing, at, C) if STEPS else bc
             decay = power(tl.where(earlier, bc[:, None] - written_at[None, :], float("-inf")))
-            a = (scores * decay).to(DOT)
+            a = scores * decay
             total += dac * decay
-            of_state = of_state * power(b_end - written_at)[:, None]
+            left = power(b_end - written_at)
+            of_state = of_state * (left if V == 1 else left[:, None])
         else:
-            a = scores.to(DOT)
+            a = scores
             total += dac
+        if V > 1:
+            a = a.to(DOT)
         if SUMS:
             pairs = _row_sums(a.to(tl.float32) * dac, C, C, PARTS)
-            same = _row_sums(tl.where(i[:, None] == i[None, :], dac, 0.0), C, C, PARTS)
+            same = (oc * vc)[:, None]
+            if V > 1:
+                same = _row_sums(tl.where(i[:, None] == i[None, :], dac, 0.0), C, C, PARTS)
         # Not added up within the product: Triton would take both for a chain, and split none of them over all warps.
-        dvc = tl.where((i < length)[:, None], mm(tl.trans(a), oc, DOT, PREC), 0.0) + of_state
+        if V == 1:
+            dvc = tl.sum(a * oc[:, None] + 0.0, axis=0) + of_state
+        else:
+            dvc = tl.where((i < length)[:, None], mm(tl.trans(a), oc, DOT, PREC), 0.0) + of_state
         if SUMS:
-            writes = _row_sums(dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
+            writes = (dvc * vc)[:, None]
+            if V > 1:
+                writes = _row_sums(dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
             found = tl.join(tl.join(writes, same), tl.join(pairs, tl.zeros([C, PARTS], tl.float32)))
             n = tl.arange(0, PARTS * 4)[None, :]
             tl.store(sums + at * C * PARTS * 4 + i[:, None] * (PARTS * 4) + n, tl.reshape(found, [C, PARTS * 4]))
         if SKIP:
             dvc += oc.to(tl.float32) * tl.load(skip + h).to(tl.float32)
-        store_rows(dv + h * dv_sh, dvc, dv_st, length, 0, C, V, BV)
+        if V == 1:
+            tl.store(dv + h * dv_sh + i * dv_st, dvc.to(dv.dtype.element_ty), mask=i < length)
+        else:
+            store_rows(dv + h * dv_sh, dvc, dv_st, length, 0, C, V, BV)
     to = dscores + ((held * groups + group) * tl.num_programs(1) + block) * C * C + i[:, None] * C + i[None, :]
     tl.store(to, tl.where(earlier, total * scale, 0.0).to(dscores.dtype.element_ty))
 
@@ -228,28 +300,46 @@ def shared_keys_kernel(
     first_head = group * GROUP + block * heads
     for h in range(first_head, tl.minimum(first_head + heads, group * GROUP + GROUP)):
         at = (row + h) * n_chunks + c
-        vc = load_rows(v + h * v_sh, v_st, length, 0, C, V, BV)
-        oc = load_rows(do + h * do_sh, do_st, length, 0, C, V, BV)
-        S = _load_edge(entering + (held * H + h) * K * V, k0, K, V, BK, BV)
-        dS = _load_edge(leaving + (held * H + h) * K * V, k0, K, V, BK, BV)
-        read = oc
-        put = vc
         if GATED:
             bc = rows_of(gate, at, C)
             b_end = tl.load(gate + at * C + C - 1)
             written_at = rows_of(writing, at, C) if STEPS else bc
-            read = (oc * power(bc)[:, None]).to(DOT)
-            put = (vc * power(b_end - written_at)[:, None]).to(DOT)
-        dqc = tl.dot(read.to(DOT), tl.trans(S).to(DOT), dqc, input_precision=PREC)
-        dkc = tl.dot(put.to(DOT), tl.trans(dS).to(DOT), dkc, input_precision=PREC)
-        if SUMS:
-            at = at * n_k + tile
-            found = _row_sums(mm(qc, S, DOT, PREC) * (read.to(tl.float32) * scale), C, BV, PARTS)
-            tl.store(reads + at * C * PARTS + i[:, None] * PARTS + tl.arange(0, PARTS)[None, :], found)
-            # The sum of all of S dS, from its product's diagonal: no state has to come into registers for that.
-            products = mm(S, tl.trans(dS), DOT, PREC) if BK < BV else mm(tl.trans(S), dS, DOT, PREC)
-            through = tl.sum(tl.sum(tl.where(diagonal, products, 0.0), axis=1), axis=0)
-            tl.store(passes + at, through * power(b_end) if GATED else through)
+        if V == 1:
+            read = _load_column(do + h * do_sh, i, do_st, length)
+            put = _load_column(v + h * v_sh, i, v_st, length)
+            S = _load_vector(entering + (held * H + h) * K, k0, K, BK)
+            dS = _load_vector(leaving + (held * H + h) * K, k0, K, BK)
+            if GATED:
+                read = read * power(bc)
+                put = put * power(b_end - written_at)
+            dqc += read[:, None] * S[None, :]
+            dkc += put[:, None] * dS[None, :]
+            if SUMS:
+                at = at * n_k + tile
+                found = tl.sum(qc.to(tl.float32) * S[None, :] + 0.0, axis=1) * (read * scale)
+                tl.store(reads + at * C + i, found)
+                through = tl.sum(S * dS + 0.0, axis=0)
+                tl.store(passes + at, through * power(b_end) if GATED else through)
+        else:
+            vc = load_rows(v + h * v_sh, v_st, length, 0, C, V, BV)
+            oc = load_rows(do + h * do_sh, do_st, length, 0, C, V, BV)
+            S = _load_edge(entering + (held * H + h) * K * V, k0, K, V, BK, BV)
+            dS = _load_edge(leaving + (held * H + h) * K * V, k0, K, V, BK, BV)
+            read = oc
+            put = vc
+            if GATED:
+                read = (oc * power(bc)[:, None]).to(DOT)
+                put = (vc * power(b_end - written_at)[:, None]).to(DOT)
+            dqc = tl.dot(read.to(DOT), tl.trans(S).to(DOT), dqc, input_precision=PREC)
+            dkc = tl.dot(put.to(DOT), tl.trans(dS).to(DOT), dkc, input_precision=PREC)
+            if SUMS:
+                at = at * n_k + tile
+                found = _row_sums(mm(qc, S, DOT, PREC) * (read.to(tl.float32) * scale), C, BV, PARTS)
+                tl.store(reads + at * C * PARTS + i[:, None] * PARTS + tl.arange(0, PARTS)[None, :], found)
+                # The sum of all of S dS, from its product's diagonal: no state has to come into registers for that.
+                products = mm(S, tl.trans(dS), DOT, PREC) if BK < BV else mm(tl.trans(S), dS, DOT, PREC)
+                through = tl.sum(tl.sum(tl.where(diagonal, products, 0.0), axis=1), axis=0)
+                tl.store(passes + at, through * power(b_end) if GATED else through)
     from_scores = dscores + ((held * groups + group) * blocks + block) * C * C
     ds = tl.load(from_scores + i[:, None] * C + i[None, :])
     kc = load_rows(k, k_st, length, k0, C, K, BK)

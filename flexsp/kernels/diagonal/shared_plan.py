@@ -59,18 +59,18 @@ class SharedGradients:
         return -(-self.plan.tiling.K // self.tiles.keys.bk)
 
     def _parts(self, tile: Tile) -> int:
-        """Warp groups between which products of a chunk's rows split the columns."""
-        return max(1, 16 * tile.warps // self.plan.chunk)
+        """Warp groups between which products of a chunk's rows split the columns; a state of one has no products."""
+        return 1 if self.plan.tiling.V == 1 else max(1, 16 * tile.warps // self.plan.chunk)
 
     def buffers(self) -> list[Buffer]:
         plan, C, K = self.plan, self.plan.chunk, self.plan.tiling.K
         of_chunk = plan.B, plan.H, plan.n_chunks
-        held = torch.bfloat16 if plan.dtype == torch.bfloat16 else _F32
+        held = torch.bfloat16 if plan.dtype == torch.bfloat16 and plan.tiling.V > 1 else _F32
         edges = held, (plan.B, self._kept, plan.H, *plan.state)
         of_blocks = _F32, (plan.B, plan.T, self._groups * self._blocks, K)
         scratch = {
             "@entering": edges, "@leaving": edges, "@dq_blocks": of_blocks, "@dk_blocks": of_blocks,
-            "@dscores": (held, (plan.B, self._kept, self._groups, self._blocks, C, C)),
+            "@dscores": (plan.dtype, (plan.B, self._kept, self._groups, self._blocks, C, C)),
             "@sums": (_F32, (*of_chunk, C, self._parts(self.tiles.values), 4)),
             "@reads": (_F32, (*of_chunk, self._key_tiles, C, self._parts(self.tiles.keys))),
             "@passes": (_F32, (*of_chunk, self._key_tiles)),
@@ -102,15 +102,8 @@ class SharedGradients:
         self, first: int, x: str, y: str, states: str, edges: str, boundary: str | None, left: str | None, *,
         reverse: bool,
     ) -> LaunchSpec:  # fmt: skip
-        plan, tile, p = self.plan, self.tiles.states, self.plan.tiling
-        writing = None if reverse else plan.writing
-        walk = plan.walk(
-            "chunk_states_kernel", tile, -(-p.K // tile.bk) * -(-p.V // tile.bv),
-            [x, y, plan.gates, writing, states, edges, boundary, left], named(edges, left),
-            [x, y, *plan.gate_strides, first, self._kept], REVERSE=reverse, BOUNDARY=boundary is not None,
-            LEFT=left is not None, STEPS=writing is not None, GROUP=plan.group,
-        )  # fmt: skip
-        return replace(walk, grid=(*walk.grid[:2], min(self._segments, plan.n_seg - first)))
+        tile = self.tiles.states
+        return self.plan.chunk_states(tile, x, y, states, edges, boundary, left, self._kept, first, reverse=reverse)
 
     def _chunks(self, first: int, dq: str, dk: str, wanted: Collection[str]) -> list[LaunchSpec]:
         plan, tiles = self.plan, self.tiles

@@ -102,10 +102,10 @@ def choose(
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
     if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
-        found = _shared_tiles(found, bk, bv, device)
+        found = _shared_tiles(found, bk, bv, device, bk // 32 if V > 1 else 1)
     if gluon and device.wide_products and not device.tensor_memory and {K, V} in _LARGE:
         found = replace(found, hopper=True, dq=_HOPPER, dk=_HOPPER, dv=_HOPPER)
-    if V == 1:  # queries and keys in fp32, in registers
+    if V == 1:  # queries in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found
 
@@ -132,14 +132,14 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
     return Tiles(64, summarize, output, dq=across, dk=across, dv=Tile(bk, wide_v, walk_warps, 2))
 
 
-def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device) -> Tiles:
+def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device, pieces: int) -> Tiles:
     """For values of up to 64: of larger ones the states are so large that walks are as fast.
 
     States of all chunks take bk / 32 times the memory of v: in as many pieces, as much as v. Short documents take more,
     and so do many short sequences, which are not cut.
     """
     states, keys = Tile(64, bv, 4, 3), Tile(64, bv, 4, 3)
-    return replace(tiles, shared=SharedTiles(states, Tile(bk, bv, 8, 3), keys, device.programs, bk // 32))
+    return replace(tiles, shared=SharedTiles(states, Tile(bk, bv, 8, 3), keys, device.programs, pieces))
 
 
 def _small_half_tiles(bk: int, bv: int) -> Tiles:

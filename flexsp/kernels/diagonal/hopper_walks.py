@@ -126,13 +126,6 @@ def _diagonal(to, x, kept):
 
 
 @gluon.jit
-def _added(put, rows):
-    """What put [128, C] and rows [C, 128] add to a state, [128, 128], which goes on by itself."""
-    zeros = gl.zeros([_U, 128], gl.float32, _products(128))
-    return warpgroup_mma(put, rows, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _scores(r, w):
     """r w^T [C, C], which goes on by itself."""
     C: gl.constexpr = r.shape[0]
@@ -142,10 +135,10 @@ def _scores(r, w):
 
 @gluon.jit
 def _finish(
-    scores, beside, pairs, gates, writings, scale, of_pairs, of_skip, at, C: gl.constexpr, REVERSE: gl.constexpr,
+    scores, pairs, gates, writings, x, u, scale, of_pairs, of_skip, at, C: gl.constexpr, REVERSE: gl.constexpr,
     GATED: gl.constexpr, STEPS: gl.constexpr, SUMS: gl.constexpr, SKIPS: gl.constexpr,
 ):  # fmt: skip
-    """Decays the scores of a chunk, stores them at `pairs` and leaves their sums, those with `beside` if SUMS."""
+    """Decays the scores of a chunk, stores them at `pairs` and leaves their sums."""
     PAIR: gl.constexpr = _pairs(C)
     i = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, PAIR))[None, :]
@@ -166,6 +159,7 @@ def _finish(
     rounded = scores.to(gl.bfloat16)
     pairs.store(rounded)
     if SUMS and REVERSE:
+        beside = warpgroup_mma_wait(0, [_scores(x, u)])
         _column_sums(of_pairs + at[0] * (C // 16) * C, rounded.to(gl.float32) * beside)
 
 
@@ -178,6 +172,15 @@ def _store_rows(to, rows, length, stride):
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
     at = to + i[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
     gl.store(at, rows.load(layout), mask=(i < length)[:, None])
+
+
+@gluon.jit
+def _with_state(X, put, rows):
+    """Sums over columns of X^T times what `put` [128, C] and rows [C, 128] add to the other state. [128]"""
+    layout: gl.constexpr = _products(128)
+    zeros = gl.zeros([_U, 128], gl.float32, layout)
+    added = warpgroup_mma_wait(0, [warpgroup_mma(put, rows, zeros, use_acc=False, is_async=True)])
+    return gl.sum(X * added, axis=1)
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -250,15 +253,17 @@ def walk_kernel(
         STEPS, SUMS, PACKED,
     )  # fmt: skip
     arrived(0)
-    scores = warpgroup_mma_wait(0, [_scores(rs.index(0), ws.index(0))])
-    beside = scores
-    if SUMS and REVERSE:
-        beside = warpgroup_mma_wait(0, [_scores(xs.index(0), us.index(0))])
+    scores = _scores(rs.index(0), ws.index(0))
+    scores = warpgroup_mma_wait(0, [scores])
     at = first_sums + c.to(gl.int64) * n_u, row.to(gl.int64) * n_chunks + c
     _finish(
-        scores, beside, pairs.index(0), gates.index(0), writings.index(0), scale, of_pairs, of_skip, at, C, REVERSE,         GATED, STEPS, SUMS, SKIPS,
+        scores, pairs.index(0), gates.index(0), writings.index(0), xs.index(0), us.index(0), scale, of_pairs, of_skip,
+        at, C, REVERSE, GATED, STEPS, SUMS, SKIPS,
     )  # fmt: skip
     to_out, length = out, 0
+    b_next = 0.0
+    if GATED:
+        b_next = gl.load(gate + c * C + C - 1)
     for n in range(0, count):
         s = n % 2
         c = c1 - 1 - n if REVERSE else c0 + n
@@ -289,25 +294,23 @@ def walk_kernel(
             of_read = writings.index(s)
         elif STEPS:
             of_write = writings.index(s)
-        b_end = 0.0
+        b_end = b_next
         if GATED:
-            b_end = gl.load(gate + c * C + C - 1)
+            b_next = gl.load(gate + later * C + C - 1)
         if SUMS:
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
             weights = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
             weights = power(b_end - weights) if REVERSE else power(weights) * scale
             read = (mine.to(gl.float32) * weights[None, :]).to(gl.bfloat16)
-            if N == 256:  # one after the other: there are no registers for more
-                by_row = gl.sum(X * warpgroup_mma_wait(0, [_added(read, of_r.slice(0, 128, 1))]), axis=1)
-                by_row += gl.sum(Y * warpgroup_mma_wait(0, [_added(read, of_r.slice(128, 128, 1))]), axis=1)
-                _store_numbers(of_states + at_sums * _U, by_row)
+            by_row = _with_state(X, read, of_r.slice(0, 128, 1))
+            if N == 256:
+                by_row += _with_state(Y, read, of_r.slice(128, 128, 1))
+            _store_numbers(of_states + at_sums * _U, by_row)
         held = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_OUT)
         found = warpgroup_mma(
             held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
             is_async=True,
         )  # fmt: skip
-        if SUMS and N == 128:
-            added = _added(read, of_r)
         _store_rows(to_out, outs.index(0), length, out_st)  # of the chunk before
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         to_out = out + start * out_st
@@ -319,11 +322,7 @@ def walk_kernel(
             put = (put.to(gl.float32) * writes[None, :]).to(gl.bfloat16)
         elif REVERSE:
             put = (put.to(gl.float32) * scale).to(gl.bfloat16)
-        if SUMS and N == 128:
-            found, added = warpgroup_mma_wait(0, [found, added])
-            _store_numbers(of_states + at_sums * _U, gl.sum(X * added, axis=1))
-        else:
-            found = warpgroup_mma_wait(0, [found])
+        found = warpgroup_mma_wait(0, [found])
         if N == 256:
             held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
             found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
@@ -348,21 +347,19 @@ def walk_kernel(
             Y = warpgroup_mma(put, of_w.slice(128, 128, 1), Y, is_async=True)
         arrived(0)
         scores = _scores(rs.index(1 - s), ws.index(1 - s))
-        if SUMS and REVERSE:
-            beside = _scores(xs.index(1 - s), us.index(1 - s))
-        found = warpgroup_mma_wait((3 if N == 256 else 2) + (1 if SUMS and REVERSE else 0), [found])
+        found = warpgroup_mma_wait(3 if N == 256 else 2, [found])
         if SUMS and REVERSE:
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
             _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
         outs.index(0).permute((1, 0)).store(found.to(gl.bfloat16))
         if N == 256:
-            X, Y, scores, beside = warpgroup_mma_wait(0, [X, Y, scores, beside])
+            X, Y, scores = warpgroup_mma_wait(0, [X, Y, scores])
         else:
-            X, scores, beside = warpgroup_mma_wait(0, [X, scores, beside])
+            X, scores = warpgroup_mma_wait(0, [X, scores])
         at = first_sums + later.to(gl.int64) * n_u, row.to(gl.int64) * n_chunks + later
         _finish(
-            scores, beside, pairs.index(1 - s), gates.index(1 - s), writings.index(1 - s), scale, of_pairs, of_skip, at,
-            C, REVERSE, GATED, STEPS, SUMS, SKIPS,
+            scores, pairs.index(1 - s), gates.index(1 - s), writings.index(1 - s), xs.index(1 - s), us.index(1 - s),
+            scale, of_pairs, of_skip, at, C, REVERSE, GATED, STEPS, SUMS, SKIPS,
         )  # fmt: skip
         if PACKED and LEFT:
             ends = first if REVERSE else last

@@ -25,6 +25,8 @@ _STEPS = _SCAN + "test_against_the_token_loop"
 _WALKS = _SCAN + "test_kernels[plain]"
 _MAMBA = _SCAN + "test_the_layer_is_its_formula"
 _FORMULA = "tests/test_mlstm.py::test_the_layer_is_its_formula"
+_ONE_CHANNEL = "tests/test_ssd.py::test_few_channels[one channel]"
+_ONE_COLUMN = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
 _DENOMINATORS = "tests/test_mlstm_kernels.py::test_denominators_are_exact[False]"
 
 MEMORY = [
@@ -71,12 +73,20 @@ MEMORY = [
         ("masked_fill(x < MIN_LOG_FORGET, 0.0)", "masked_fill(x > 0, 0.0)", "open gates have no gradient", _GATES),
     ),
     *_in(
-        "flexsp/kernels/diagonal/output.py",
-        ("tl.sum(pairs * value[:, None]", "tl.sum(pairs.to(tl.bfloat16) * value[:, None]", "denominators are rounded",
+        "flexsp/kernels/diagonal/shared_grads.py",
+        ("tl.sum(scores * value[None, :]", "tl.sum(scores.to(tl.bfloat16) * value[None, :]", "denominators are rounded",
          _DENOMINATORS),
-        ("tl.sum(q.to(tl.float32) * tl.sum(S, axis=0)", "tl.sum(q.to(tl.float32) * tl.sum(S.to(tl.bfloat16), axis=0)",
+        ("S[None, :] + 0.0, axis=1) * scale\n", "S[None, :].to(tl.bfloat16) + 0.0, axis=1) * scale\n",
          "denominators are rounded behind the first chunk", _DENOMINATORS),
         ("        here = here * power(bc)\n", "", "one column does not decay within a chunk", _DENOMINATORS),
+        ("            into = rows_of(writing", "            into = bc  # rows_of(writing",
+         "one channel has steps of 1 within a chunk", _ONE_CHANNEL),
+        ("here += value * tl.load(skip + h).to(tl.float32)", "pass", "one channel has no skip",
+         _ONE_CHANNEL),
+        ("            dkc += put[:, None] * dS[None, :]", "            dkc += put[:, None] * S[None, :]",
+         "one column reads the wrong state backward", _ONE_COLUMN),
+        ("ends = first if REVERSE else last", "ends = first", "documents leave the state that they begin with",
+         _ONE_COLUMN),
     ),
     *_in(
         "flexsp/kernels/primitives.py",

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
-from flexsp.kernels.delta.hopper import (
+from flexsp.kernels.gluon import (
     arrived,
     begin,
     begun,

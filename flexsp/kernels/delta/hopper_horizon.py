@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flexsp.kernels.delta.hopper import (
+from flexsp.kernels.gluon import (
     arrived,
     begin,
     begun,

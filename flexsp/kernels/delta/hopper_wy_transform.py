@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flexsp.kernels.delta.hopper import begin, chunk_at, of_gates, of_outputs, power
+from flexsp.kernels.gluon import begin, chunk_at, of_gates, of_outputs, power
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["inverse", "wy_inverse"]

@@ -41,8 +41,8 @@ class DiagonalPlan(BasePlan):
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel, shared_grads.chunk_states_kernel,
-        shared_grads.column_output_kernel,
-        shared_grads.shared_values_kernel, shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
+        shared_grads.column_output_kernel, shared_grads.shared_values_kernel, shared_grads.shared_keys_kernel,
+        shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -267,7 +267,8 @@ class DiagonalPlan(BasePlan):
         # Noise: products of fp32 states, or of tf32x3, are good to about 2^-18; true values of that size hardly survive
         # a decay of DROP.
         constants = {
-            "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk), "PARTS": self._parts(dk), "READ_PARTS": self._parts(dq),
+            "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk),
+            "PARTS": self._parts(dk), "READ_PARTS": self._parts(dq),
             "BK": dk.bk, "READ_BK": dq.bk, "EXACT": self._exact,
             "C": p.chunk, "DROP": -20.0 if self._exact else -30.0,
             "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,

@@ -67,6 +67,6 @@ class HopperWalks:
         return plan.launch(
             "walk_kernel", _HOW, (U // hopper_walks.COLUMNS, p.B * p.H, p.n_seg),
             [r, w, u, x if gives else None, plan.gates, plan.writing, skip, to, states, boundary, left, *sums],
-            named(to, left, *sums[:-1]), [r, w, u, x or u, *plan.gate_strides, *plan.strides(to), *cut], how | constants,
-            kernel=hopper_walks.walk_kernel,
+            named(to, left, *sums[:-1]), [r, w, u, x or u, *plan.gate_strides, *plan.strides(to), *cut],
+            how | constants, kernel=hopper_walks.walk_kernel,
         )  # fmt: skip

@@ -13,10 +13,15 @@ with X the state or its gradient as it enters the chunk, walked to the right (ou
 | dv | k | q | do | dS |
 | dk | v | do | q | dS^T |
 
-A program has 128 columns of u and all N columns of r and w. It holds X^T [128, N] in the registers of eight warps, where
-it enters its product as the left operand, and both that product and the update take r and w from shared memory without
-a copy. So few other registers are free that the left operand is made of X in halves. In Triton X^T has at most 64
-columns of u: twice as many programs would compute the products <r_i, w_j>, and wait in the same chain of products.
+A program has 128 columns of u and all N columns of r and w. It holds X^T [128, N] in the registers of eight warps: so X
+enters its product as the left operand, and both that product and the update take r and w from shared memory. With so
+few registers left, the left operand is made of one half of X after the other (X and Y of 128 columns each). Triton's
+walks have at most 64 columns of u: twice as many programs make the same products <r_i, w_j>, and each waits in a chain
+of products as long.
+
+The products <r_i, w_j> of a chunk need no state. They are made beside the update of the state in the chunk before, and
+lie in shared memory when their chunk begins. What a chunk makes is stored to memory in the next one, where no product
+waits for it.
 
 The walks of dq and dk (SUMS) leave what `gate_grad_kernel` makes gradients of gates of, as the walks in Triton do
 (`flexsp.kernels.diagonal.grads`): x, the queries of dq and the keys of dk, are read for that alone.
@@ -29,7 +34,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flexsp.kernels.delta.hopper import arrived, begin, chunk_at, numbers, power, tiles, visible
+from flexsp.kernels.gluon import arrived, begin, chunk_at, numbers, power, tiles, visible
 
 __all__ = ["COLUMNS", "WARPS", "walk_kernel"]
 
@@ -368,7 +373,7 @@ def walk_kernel(
                 gl.store(at_doc + _state_at(0, U, N, TURNED), X)
                 if N == 256:
                     gl.store(at_doc + _state_at(128, U, N, TURNED), Y)
-        if PACKED and ENDS:
+        if PACKED and ENDS:  # noqa: SIM102
             if last:
                 at_doc = other + (doc * H + h) * N * U + corner
                 by_row = gl.sum(X * gl.load(at_doc + _state_at(0, U, N, TURNED)), axis=1)

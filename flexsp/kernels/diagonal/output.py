@@ -15,7 +15,6 @@ from flexsp.kernels.primitives import (
     rows_of,
     store_columns,
     store_state,
-    written,
 )
 from flexsp.runtime.launch import begin
 

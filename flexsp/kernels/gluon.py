@@ -1,9 +1,10 @@
-"""What the delta engine's kernels for Hopper GPUs share, in Gluon, Triton's lower level.
+"""What kernels in Gluon, Triton's lower level, share. They are for Hopper GPUs.
 
 What a chunk reads is copied to shared memory while the chunk before is worked on, and products that do not wait for
 each other run side by side. Triton has such copies only in pipelines of its own, which choose what waits for what.
 
-Only for bfloat16 and heads of 64 or 128, whose rows are whole vectors of the copies. Programs have four warps.
+Only for bfloat16 and rows of a multiple of 64 numbers, which are whole vectors of the copies. Where a function chooses
+layouts, programs have four warps.
 """
 
 from __future__ import annotations

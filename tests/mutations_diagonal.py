@@ -12,6 +12,7 @@ _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
 _EDGES = "tests/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
+_WEIGHTS = _ENGINE + "test_plain[weights, simple_gla]"
 _OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
 _OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
 _LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
@@ -48,6 +49,7 @@ DIAGONAL = [
         ("at_doc = (doc * H + h)", "at_doc = (doc * H)", "heads of documents' states overlap",
          _ENGINE + "test_documents[simple_gla]"),
         ("power(b_end - written_at)[None, :], kc", "power(b_end)[None, :], kc", "keys decay from the chunk's start", _PLAIN),
+        ("tl.float32) * weights[None, :]", "tl.float32) * tl.sum(weights) / C", "tokens have a weight in common", _WEIGHTS),
     ),
     *_in(
         "flexsp/kernels/diagonal/grads.py",
@@ -77,7 +79,10 @@ DIAGONAL = [
         ("S += written(kc, power(b_end - written_at)", "S += written(kc, power(b_end)",
          "keys decay from the chunk's start for dq", _PLAIN),
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
-        ("dvc += read * weight", "dvc += read", "gradients of values lack the skip weight", _SSD),
+        ("dvc += read * weight\n", "dvc += read\n", "gradients of values lack the skip weight", _SSD),
+        ("dvc += read * weights[:, None]", "dvc += read", "gradients of values lack weights of tokens", _WEIGHTS),
+        ("total += tl.load(x + at", "total = tl.load(x + at", "gradients of weights are those of the last part",
+         _ENGINE + "test_several_tiles"),
     ),
     *_in(
         "flexsp/kernels/diagonal/shared_grads.py",
@@ -132,6 +137,7 @@ DIAGONAL = [
          "a chunk's decay is its first token's", _REFERENCE + "test_lengths[131-dtype0]"),
         ("torch.where(inside < length", "torch.where(inside <= length", "a chunk reads a token too many",
          _REFERENCE + "test_documents"),
+        ("found + self.weights * self.v", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
     ),
     *_in(
         "flexsp/kernels/diagonal/tiling.py",
@@ -145,6 +151,10 @@ DIAGONAL = [
         "flexsp/kernels/diagonal/diagonal_plan.py",
         ('"@edges" if last is None else "@ends"', '"@edges"',
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
+        (' or self.token_skips:', ':', "walks in Gluon take weights of tokens for those of heads",
+         "tests/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
+        ('if "w" in wanted else []', 'if self.of_gate(wanted) else []', "weights have gradients only where gates have",
+         _ENGINE + "test_weights_of_tokens"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -48,8 +48,8 @@ class DiagonalPlan(BasePlan):
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, grads.token_sums_kernel, step_sizes.sum_heads_kernel,
-        shared_grads.chunk_states_kernel, shared_grads.column_output_kernel,
-        shared_grads.shared_values_kernel, shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
+        shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
+        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:

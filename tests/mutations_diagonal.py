@@ -81,6 +81,8 @@ DIAGONAL = [
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
         ("dvc += read * weight\n", "dvc += read\n", "gradients of values lack the skip weight", _SSD),
         ("dvc += read * weights[:, None]", "dvc += read", "gradients of values lack weights of tokens", _WEIGHTS),
+        ("SUMS, dvc * vc.to(DOT)", "SUMS, (dvc + (oc.to(tl.float32) * weights[:, None] if BY_TOKEN else 0.0)) * vc.to(DOT)",
+         "gates answer for what tokens read of themselves", _ENGINE + "test_dk_and_dv_from_one_walk[2]"),
         ("total += tl.load(x + at", "total = tl.load(x + at", "gradients of weights are those of the last part",
          _ENGINE + "test_several_tiles"),
     ),

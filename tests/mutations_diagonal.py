@@ -12,10 +12,12 @@ _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
 _EDGES = "tests/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
+_WEIGHTS = _ENGINE + "test_plain[weights, simple_gla]"
 _OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
 _OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
 _LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
 _LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
+_LARGE = "tests/test_compile_diagonal.py::test_what_the_interpreter_cannot_show[bf16 256-races]"
 _REFERENCE = "tests/test_reference.py::"
 
 DIAGONAL = [
@@ -48,6 +50,7 @@ DIAGONAL = [
         ("at_doc = (doc * H + h)", "at_doc = (doc * H)", "heads of documents' states overlap",
          _ENGINE + "test_documents[simple_gla]"),
         ("power(b_end - written_at)[None, :], kc", "power(b_end)[None, :], kc", "keys decay from the chunk's start", _PLAIN),
+        ("tl.float32) * weights[None, :]", "tl.float32) * tl.sum(weights) / C", "tokens have a weight in common", _WEIGHTS),
     ),
     *_in(
         "flexsp/kernels/diagonal/grads.py",
@@ -77,7 +80,12 @@ DIAGONAL = [
         ("S += written(kc, power(b_end - written_at)", "S += written(kc, power(b_end)",
          "keys decay from the chunk's start for dq", _PLAIN),
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
-        ("dvc += read * weight", "dvc += read", "gradients of values lack the skip weight", _SSD),
+        ("dvc += read * weight\n", "dvc += read\n", "gradients of values lack the skip weight", _SSD),
+        ("dvc += read * weights[:, None]", "dvc += read", "gradients of values lack weights of tokens", _WEIGHTS),
+        ("SUMS, dvc * vc.to(DOT)", "SUMS, (dvc + (oc.to(tl.float32) * weights[:, None] if BY_TOKEN else 0.0)) * vc.to(DOT)",
+         "gates answer for what tokens read of themselves", _ENGINE + "test_dk_and_dv_from_one_walk[2]"),
+        ("total += tl.load(x + at", "total = tl.load(x + at", "gradients of weights are those of the last part",
+         _ENGINE + "test_several_tiles"),
     ),
     *_in(
         "flexsp/kernels/diagonal/shared_grads.py",
@@ -132,6 +140,7 @@ DIAGONAL = [
          "a chunk's decay is its first token's", _REFERENCE + "test_lengths[131-dtype0]"),
         ("torch.where(inside < length", "torch.where(inside <= length", "a chunk reads a token too many",
          _REFERENCE + "test_documents"),
+        ("found + self.weights * self.v", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
     ),
     *_in(
         "flexsp/kernels/diagonal/tiling.py",
@@ -142,9 +151,22 @@ DIAGONAL = [
          "tests/test_plans_cover.py"),
     ),
     *_in(
+        "flexsp/kernels/diagonal/hopper_plan.py",
+        ('"BY_TOKEN": skip == "w"', '"BY_TOKEN": False', "walks in Gluon take weights of tokens for those of heads",
+         "tests/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/hopper_walks.py",
+        ("visible()  # its pairs", "pass  # its pairs", "copies go where products still read", _LARGE),
+        ("        arrived(0)\n        scores = _scores(rs.index(1 - s)", "        scores = _scores(rs.index(1 - s)",
+         "products read what is not there yet", _LARGE),
+    ),
+    *_in(
         "flexsp/kernels/diagonal/diagonal_plan.py",
         ('"@edges" if last is None else "@ends"', '"@edges"',
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
+        ('if "w" in wanted else []', 'if self.of_gate(wanted) else []', "weights have gradients only where gates have",
+         _ENGINE + "test_weights_of_tokens"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -36,6 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, packed": {"dtype": "bfloat16", "K": 128, "V": 128, "packed": True},
     "bf16 128, one column": {"dtype": "bfloat16", "K": 128, "V": 1, "values": "float32"},
     "bf16 128 and 64": {"dtype": "bfloat16", "K": 128, "V": 64},
+    "bf16 Mamba-3": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "weights": True},
+    "bf16 Mamba-3 256, packed": {"dtype": "bfloat16", "K": 256, "V": 64, "weights": True, "packed": True},
+    "fp32 Mamba-3": {"dtype": "float32", "K": 128, "V": 64, "weights": True},
     "bf16 Mamba-2": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "groups": 1},
     "bf16 Mamba-2 256, packed": {"dtype": "bfloat16", "K": 256, "V": 128, "groups": 2, "packed": True},
     "bf16 Mamba-2 100, packed": {"dtype": "bfloat16", "K": 100, "V": 40, "groups": 2, "packed": True},
@@ -46,12 +49,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes", "bf16 Mamba-2", "bf16 256"]
 SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256, no decay", "bf16 200", "bf16 128, fixed decay",
         "bf16 128, one column", "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed",
-        "bf16 Mamba-2 64, blocks", "fp32 Mamba-2"]
+        "bf16 Mamba-2 64, blocks", "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
-TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay")]
+TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
     (3, 6): {
-        "bf16 128": {"dkv_kernel": 176}, "bf16 64": {},
+        "bf16 128": {"dkv_kernel": 176}, "bf16 64": {}, "bf16 Mamba-3": {"output_kernel": 48, "dkv_kernel": 48},
         "bf16 Mamba-2": {"output_kernel": 24, "shared_keys_kernel": 16},
         "bf16 256": {"walk_kernel": 104}, "bf16 256, no decay": {},
     },
@@ -59,18 +62,18 @@ MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release 
 _SIZES = ": sizes"
 WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel", "walk_kernel"}
 IN_TRITON = {"output_kernel", "dq_kernel", "dkv_kernel"}
-KERNELS = WALKS - {"walk_kernel"} | {"gate_kernel", "gate_grad_kernel", "tail_kernel"}
+KERNELS = WALKS - {"walk_kernel"} | {"gate_kernel", "gate_grad_kernel", "token_sums_kernel", "tail_kernel"}
 OF_MAMBA2 = {"step_kernel", "step_grads_kernel", "sum_heads_kernel"}
 BY_CHUNKS = {"chunk_states_kernel", "shared_values_kernel", "shared_keys_kernel", "chunk_gate_grad_kernel"}
 
 
 def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
-    B: int = 1, T: int = 32768, H: int = 32, values: str | None = None, groups: int = 0,
+    B: int = 1, T: int = 32768, H: int = 32, values: str | None = None, groups: int = 0, weights: bool = False,
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
-    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops.
+    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values.
     """
     import torch
 
@@ -94,6 +97,8 @@ def launches_of(
         given |= {"dt": meta(B, T, H), **{name: meta(H).requires_grad_() for name in ("A", "dt_bias", "D")}}
     elif gated:
         given |= {"g": meta(B, T, H).requires_grad_(learned)}
+    if weights:
+        given |= {"w": meta(B, H, T).transpose(1, 2).requires_grad_()}
     with record_launches() as launches:
         found = (ssd_executable if groups else scalar_decay_executable)(given, state, n_docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
@@ -135,6 +140,7 @@ def test_shared_memory(name: str) -> None:
     missing |= {"gate_grad_kernel"} if "decay" in name else set()
     if "Mamba-2" in name:
         missing |= {"gate_kernel"}
+    missing |= set() if "Mamba-3" in name else {"token_sums_kernel"}
     of_mamba2 = OF_MAMBA2 if "Mamba-2" in name else set()
     if name.startswith("bf16 Mamba-2") and CONFIGS[name]["K"] <= 128:  # larger states are walked
         missing |= {"dq_kernel", "dkv_kernel", "gate_grad_kernel"}

@@ -157,7 +157,6 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.keys._UnitKeys": lambda sp: of_keys(),
     "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
-    "flexsp.kernels.mamba3.op._WithSkip": lambda sp: of_mamba3(),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Weighted": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),

@@ -76,7 +76,7 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
             loops.compare(mamba3, case, inputs, dtype, **how)
     shared = {launch.constants["SHARED"] for launch in run._launches.values() if "SHARED" in launch.constants}
     assert shared == {kind == "one head's angles"}
-    return len({launch.kernel for launch in run._launches.values()}) == 9
+    return len({launch.kernel for launch in run._launches.values()}) == 7
 
 
 KINDS = [
@@ -134,7 +134,7 @@ def circles(sp: SequenceParallel, seed: int) -> float:
     turns[0, :, 0, 0] = torch.linspace(-0.5, 0.5, 64)
     C = torch.tensor([1.0, 0.0]).repeat(16).expand(1, 64, 1, 32)
     weights = torch.zeros(1, 64, 1)
-    found = op.rows(weights.unsqueeze(-1), C, C, None, None, turns, None, None, weights, weights, None, True)
+    found = op.rows(C, C, None, None, turns, None, None, weights, weights, None, True)
     angle = 2 * torch.pi * turns.double()
     return float((found.q.view(1, 64, 1, 16, 2) - torch.stack([angle.cos(), angle.sin()], -1)).abs().max())
 
@@ -196,6 +196,8 @@ def refusals(sp: SequenceParallel, seed: int) -> None:
     y, _ = mamba3(**narrow)
     with torch.no_grad():
         assert torch.equal(mamba3(**narrow)[0], y)
+        of_one, _ = mamba3(**(narrow | {"x": narrow["x"][..., :1]}))  # channels do not act on each other
+        assert relative_error(of_one, y[..., :1]) < 1e-5
     with pytest.raises(NotAvailable, match="is_grads_batched|not available"):
         torch.autograd.grad(y, narrow["x"], torch.ones(2, *y.shape), is_grads_batched=True)
     kept = torch.utils.checkpoint.checkpoint(lambda: mamba3(**narrow)[0], use_reentrant=False)
@@ -293,18 +295,17 @@ def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch)
     def call(pairwise: bool = True, **given: Any) -> None:
         leaves = {key: None if x is None else x.detach().requires_grad_() for key, x in given.items()}
         found = op.rows(**leaves, until=None, pairwise=pairwise)
-        y = op.with_skip(torch.zeros_like(leaves["x"]), found)
-        torch.autograd.backward([y, found.q, found.k], [torch.zeros_like(z) for z in (y, found.q, found.k)])
+        torch.autograd.backward([*found], [torch.zeros_like(z) for z in found])
 
     def worked_out() -> list[str]:
         return sorted(launch.kernel.__name__ for launch in run._launches.values())
 
-    sizes = {"x": (1, 6, 4, 8), "B": (1, 6, 2, 8), "C": (1, 6, 2, 8), "B_bias": (4, 8), "C_bias": (4, 8), "D": (4,),
+    sizes = {"B": (1, 6, 2, 8), "C": (1, 6, 2, 8), "B_bias": (4, 8), "C_bias": (4, 8), "D": (4,),
              "turned": (1, 6, 4, 2), "gamma": (1, 6, 4), "eta": (1, 6, 4)}  # fmt: skip
     given: dict[str, Any] = {key: torch.zeros(size) for key, size in sizes.items()} | {"arrived": None}
     call(**given)
     first = worked_out()
-    assert first == ["rows_grad_kernel", "rows_kernel", "skip_grad_kernel", "skip_kernel"]
+    assert first == ["rows_grad_kernel", "rows_kernel"]
     make, more = CHANGES[change]
     call(**(given | make(given)))
     assert sorted([*first, *more]) == worked_out()
@@ -316,17 +317,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed, over ranks": {"docs": 4, "ranks": True, "pairwise": False, "angles": 32},
     "fp32": {"dtype": "float32"},
-    "large heads": {"K": 256, "P": 256, "S": 128},
-    "odd sizes": {"T": 99, "H": 6, "G": 2, "K": 7, "P": 33, "S": 3, "dtype": "float16"},
+    "large heads": {"K": 256, "S": 128},
+    "odd sizes": {"T": 99, "H": 6, "G": 2, "K": 7, "S": 3, "dtype": "float16"},
 }
-NAMES = [
-    "turn_sums", "turn_scan", "turns", "rows", "skip", "skip_grad", "rows_grad", "turn_grad_sums", "turn_scan",
-    "turns_grad",
-]  # fmt: skip
+NAMES = ["turn_sums", "turn_scan", "turns", "rows", "rows_grad", "turn_grad_sums", "turn_scan", "turns_grad"]
 
 
 def compile_config(
-    dtype: str = "bfloat16", T: int = 65536, H: int = 32, G: int = 1, K: int = 128, P: int = 64, S: int = 32,
+    dtype: str = "bfloat16", T: int = 65536, H: int = 32, G: int = 1, K: int = 128, S: int = 32,
     docs: int = 0, ranks: bool = False, pairwise: bool = True, angles: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
@@ -342,10 +340,10 @@ def compile_config(
     with record_launches() as launches:
         turned, last = op.turns(meta(1, T, angles, S).expand(1, T, H, S), meta(*tokens), meta(docs or 1, H, S), starts)
         rows = op.rows(
-            meta(*tokens, P, kind=of), *(meta(1, T, G, K, kind=of) for _ in range(2)), meta(H, K), meta(H, K), turned,
-            arrived, until, meta(*tokens), meta(*tokens), meta(H), pairwise,
+            *(meta(1, T, G, K, kind=of) for _ in range(2)), meta(H, K), meta(H, K), turned, arrived, until,
+            meta(*tokens), meta(*tokens), meta(H), pairwise,
         )  # fmt: skip
-        found = op.with_skip(meta(*tokens, P, kind=of), rows), rows.q, rows.k, rows.v, last
+        found = *rows, last
         torch.autograd.backward(found, [x.detach() for x in found])
     return told_of(launches)
 

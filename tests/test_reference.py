@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.testing import oracles
-from flexsp.testing.cases import random_documents
+from flexsp.testing.cases import Shape, random_documents
 from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
 from flexsp.testing.delta_chunks import delta_chunks
 from flexsp.testing.problems import check, draw, solve, solve_all
+from tests.harness.diagonal import weighed
 
 engine = partial(diagonal, scale=0.3)
 oracle = partial(oracles.simple_gla, scale=0.3)
@@ -58,6 +59,13 @@ def test_documents(dtype: torch.dtype, gated: bool) -> None:
             del inputs["g"]
         inputs["cu_seqlens"] = random_documents(150, n, torch.Generator().manual_seed(random.randrange(2**31)))
         check_op(engine, oracle, inputs, dtype=dtype)
+
+
+def test_weights_of_tokens() -> None:
+    case = weighed("simple_gla")
+    for bounds in (None, torch.tensor([0, 0, 60, 90])):
+        inputs = case.inputs(Shape(B=1, T=90, states=1 if bounds is None else 3), random.randrange(2**31))
+        check_op(case.op, case.oracle, inputs | {"cu_seqlens": bounds}, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("n", [6, 60])

@@ -22,10 +22,19 @@ from torch.utils.checkpoint import checkpoint
 
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.cases import CASES, Shape, random_documents
-from flexsp.testing.compare import DRAWS
+from flexsp.testing.compare import DRAWS, relative_error
 from flexsp.testing.problems import OPS, Problem, check, draw, merge, solve_all
 from flexsp.testing.ranks import run_ranks
-from tests.harness.diagonal import MANY_SEGMENTS, ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk, other_strides
+from tests.harness.diagonal import (
+    MANY_SEGMENTS,
+    ONE_SEGMENT,
+    SOME_SEGMENTS,
+    WEIGHED,
+    Run,
+    check_runs,
+    one_walk,
+    other_strides,
+)
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import quick, slow
 
@@ -47,11 +56,13 @@ def documents(total: int, n: int) -> tuple[int, ...]:
     return tuple(random_documents(total, n, torch.Generator().manual_seed(random.randrange(2**31))).tolist())
 
 
-QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups")
-"""One of each kind of gates, and one whose heads share keys: to the engine the others are one of these."""
+NAMES = [*CASES, *WEIGHED]
+QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups", "weights, simple_gla")
+"""One of each kind of gates, one whose heads share keys, and one with weights of tokens: to the engine the others are
+one of these."""
 
 
-@pytest.mark.parametrize("name", quick(CASES, *QUICK))
+@pytest.mark.parametrize("name", quick(NAMES, *QUICK))
 def test_plain(name: str) -> None:
     """fp32 with initial states, several chunks a segment; a half precision without, one chunk, other strides."""
     K, V = random.choice([(18, 5), (5, 20), (16, 17)])
@@ -61,7 +72,7 @@ def test_plain(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", quick(CASES, *QUICK))
+@pytest.mark.parametrize("name", quick(NAMES, *QUICK))
 def test_documents(name: str) -> None:
     n = random.randrange(2, 6)
     check_runs(
@@ -92,7 +103,37 @@ def test_dk_and_dv_from_one_walk(segments: int) -> None:
         Run("simple_gla", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
         Run("simple_gla", shape, gates=True, segments=segments, one_walk=True),
         Run("linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
+        Run("weights, linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
+        Run("weights, simple_gla", shape, torch.bfloat16, segments=segments, one_walk=True),
     )
+
+
+def weights(sp: Any, seed: int) -> list[float]:
+    """Errors where not all gradients are wanted, and what does not take weights."""
+    from flexsp.kernels.diagonal.op import diagonal
+
+    made = WEIGHED["weights, simple_gla"].inputs(Shape(B=1, T=20, H=2, K=5, V=6), seed)
+    found = []
+    for names in (["w"], ["g", "k"], ["w", "g"]):
+        exact, inputs = (
+            {name: x.to(dtype, copy=True).requires_grad_(name in names) for name, x in made.items()}
+            for dtype in (torch.float64, torch.float32)
+        )
+        do = torch.randn(1, 20, 2, 6, generator=torch.Generator().manual_seed(seed))
+        with poisoned(MANY_SEGMENTS, 2):
+            diagonal(**inputs, scale=0.3)[0].backward(do)
+        diagonal(**exact, scale=0.3)[0].backward(do.double())
+        found += [relative_error(inputs[name].grad, exact[name].grad) for name in names]
+        assert all(inputs[name].grad is None for name in {*made} - {*names})
+    for change in ({"v": made["v"][..., :1]}, {"q": made["q"][:, :, :1], "k": made["k"][:, :, :1]}):
+        with pytest.raises(ValueError, match="w: expected queries of 2 heads and values of more than one channel; got"):
+            diagonal(**(made | change), scale=0.3)
+    return found
+
+
+def test_weights_of_tokens(seed: int) -> None:
+    (errors,) = run_ranks(weights, 1, seed, env=INTERPRETED)
+    assert max(errors) < 1e-5, errors
 
 
 def _gradient_at_closed_gates(sp: Any, gate: float, joint: bool) -> float:
@@ -131,7 +172,7 @@ def test_several_tiles() -> None:
     """More than one tile of K and of V in every kernel, some of them partly outside."""
     check_runs(
         Run("simple_gla", Shape(B=1, T=33, H=1, K=70, V=67, states=1), segments=SOME_SEGMENTS),
-        Run("simple_gla", Shape(B=1, T=20, H=1, K=70, V=67, states=2), bounds=(0, 3, 20)),
+        Run("weights, gamma", Shape(B=1, T=20, H=1, K=70, V=67, states=2), bounds=(0, 3, 20)),
     )
 
 

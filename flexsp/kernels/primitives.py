@@ -73,6 +73,13 @@ def rows_of(x, chunk, C: tl.constexpr):
 
 
 @triton.jit
+def token_weights(x, stride_t, length, C: tl.constexpr):
+    """Numbers [C] of one chunk's tokens in fp32, zero past its length."""
+    rows = tl.arange(0, C)
+    return tl.load(x + rows * stride_t, mask=rows < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def power(x):
     """2^x in fp32, of a difference of cumulative gates."""
     return tl.exp2(x.to(tl.float32))

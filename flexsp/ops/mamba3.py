@@ -140,7 +140,6 @@ def mamba3(
     options = _Options(rotate_pairwise, initial, output_final_state, cu_seqlens, sp)
     run = _by_kernels if _has_kernels(sizes, given) else _in_pytorch
     y, ssm, ends = run(sizes, given, options)
-    y = without_tail(y, cu_seqlens, sp)
     if sp is not None:
         if ends:  # so that y's backward pass makes the exchange of ends, too
             y = add_backward_dependency(y, ends[0])
@@ -296,7 +295,7 @@ def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta)  # rotations cancel
     if given.D is not None:
         y = y + tokens.x * given.D.to(y.dtype).unsqueeze(-1)
-    y = (y if sizes.mimo else y.squeeze(2)).to(x.dtype)
+    y = without_tail((y if sizes.mimo else y.squeeze(2)).to(x.dtype), *at)
     if not options.want_final:
         return y, None, ()
     turns, B, v = ended(*at, turns, tokens.B, tokens.v)
@@ -335,9 +334,9 @@ def _ends(
 
 
 def _has_kernels(sizes: _Sizes, given: _Inputs) -> bool:
-    """Whether kernels compute what comes before and after the engine. They take one row a token, and no graphs or
-    transforms of torch.func."""
-    in_kernels = not sizes.mimo and asks_for_kernels(given.x.is_cuda, given.x.dtype)
+    """Whether kernels compute what comes before the engine, which then adds what tokens read of themselves: to values
+    of more than one channel. They take one row a token, and no graphs or transforms of torch.func."""
+    in_kernels = not sizes.mimo and sizes.P > 1 and asks_for_kernels(given.x.is_cuda, given.x.dtype)
     return in_kernels and plain(*given) and not transformed()
 
 
@@ -357,14 +356,13 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
         more = arrived.sum.squeeze(1)
         until = None if arrived.tokens is None else arrived.tokens.sum()
     rows = kernels.rows(
-        x, given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D,
-        options.pairwise,
+        given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D, options.pairwise
+    )
+    y, ssm = diagonal(
+        rows.q, rows.k, x, step * given.A.float(), w=rows.w, scale=1.0,
+        initial_state=_start(initial, eta_first, None), output_final_state=options.want_final, cu_seqlens=cu_seqlens,
+        sp=options.sp, op="mamba3",
     )  # fmt: skip
-    o, ssm = diagonal(
-        rows.q, rows.k, rows.v, step * given.A.float(), scale=1.0, initial_state=_start(initial, eta_first, None),
-        output_final_state=options.want_final, cu_seqlens=cu_seqlens, sp=options.sp, op="mamba3",
-    )  # fmt: skip
-    y = kernels.with_skip(o, rows)
     if not options.want_final:
         return y, None, ()
     found, B, v = ended(*at, turns, given.B, x)

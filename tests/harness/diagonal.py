@@ -6,17 +6,38 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from flexsp.testing.cases import CASES, Shape
-from flexsp.testing.compare import check_op
+from flexsp.kernels.diagonal.op import diagonal
+from flexsp.testing import oracles
+from flexsp.testing.cases import CASES, Case, Shape
+from flexsp.testing.compare import WIDE, check_op
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
 
 ONE_SEGMENT, SOME_SEGMENTS, MANY_SEGMENTS = 1, 2, 256
 GATES = (0.0, -1e-6, -1.0, -20.0, -103.0, -105.0, -1e3, -1e4)
+
+
+def _weights(s: Shape, r: torch.Generator, of: str) -> dict[str, Any]:
+    made = CASES[of].make(s, r)
+    return made | {"w": torch.randn(s.B, s.T, s.H, generator=r, dtype=torch.float64)}
+
+
+def _with_weights(w: torch.Tensor, v: torch.Tensor, engine: Any = oracles.token_loop, **given: Any) -> Any:
+    o, final = oracles.simple_gla(v=v, engine=engine, **given)
+    return (o + w.unsqueeze(-1).to(torch.promote_types(o.dtype, torch.float32)) * v).to(o.dtype), final
+
+
+def weighed(of: str) -> Case:
+    """The engine on the inputs of a case, with weights of tokens by which outputs have values besides."""
+    return Case(partial(diagonal, scale=0.3), partial(_with_weights, scale=0.3), partial(_weights, of=of))
+
+
+WEIGHED = {f"weights, {name}": weighed(name) for name in ("linear", "simple_gla", "gamma")}
 
 
 @contextmanager
@@ -28,7 +49,7 @@ def one_walk(shared: Any = None) -> Iterator[None]:
 
     whole, choose, few = Tile(64, 32, 8, 1), tiles.choose, tiles.FEW
     found = Tiles(16 if shared is None else 32, whole, whole, dq=whole, dk=whole, dv=None)
-    tiles.choose, tiles.FEW = lambda *args: replace(found, shared=shared if args[-1] else None), 1
+    tiles.choose, tiles.FEW = lambda *args: replace(found, shared=shared if args[5] else None), 1
     tiling.tiling_of.cache_clear()
     try:
         yield
@@ -75,7 +96,7 @@ def failures(sp: Any, runs: list[Run]) -> list[str]:
     """Body of the worker: what is outside its bound."""
     found = []
     for run in runs:
-        case = CASES[run.case]
+        case = (CASES | WEIGHED)[run.case]
         inputs = case.inputs(run.shape, run.seed)
         if run.gates:
             choice = torch.randint(len(GATES), inputs["g"].shape, generator=torch.Generator().manual_seed(run.seed))
@@ -86,7 +107,7 @@ def failures(sp: Any, runs: list[Run]) -> list[str]:
         tiles = one_walk(run.shared and shared_keys(*run.shared)) if run.one_walk or run.shared else nullcontext()
         with poisoned(run.segments, run.shape.B * run.shape.H), tiles:
             try:
-                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange)
+                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange, wide=(*WIDE, "w"))
             except Exception as error:
                 found.append(f"{run}:\n{type(error).__name__}: {error}")
     return found

@@ -15,9 +15,10 @@ __all__ = ["scalar_decay_executable", "ssd_executable"]
 def scalar_decay_executable(
     given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float
 ) -> Any:
-    """Of the kernels for scalar decays: q, k, v and, where the state decays, "g" or "g_gamma"; final states leave."""
-    gate = next((name for name in ("g", "g_gamma") if name in given), "")
-    return Diagonal(f"{gate}|1|").executable(Asked([*given.values()], initial, None, docs, scale, True, None))
+    """Of the kernels for scalar decays: q, k, v and those of "g" or "g_gamma" and "w" that are there; final states
+    leave."""
+    names = ",".join([*given][3:])
+    return Diagonal(f"{names}|1|").executable(Asked([*given.values()], initial, None, docs, scale, True, None))
 
 
 def ssd_executable(given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float) -> Any:

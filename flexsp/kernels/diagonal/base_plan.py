@@ -41,7 +41,7 @@ class BasePlan(SegmentedPlan):
     values: torch.dtype | None = None
     key_heads: int | None = None
     writing: ClassVar[str | None] = None  # the gates of keys, where these have their own
-    skip: ClassVar[str | None] = None  # the input of weights of v in the outputs
+    skip: ClassVar[str | None] = None  # the input of weights of v in the outputs: of heads, or "w" of tokens
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -77,6 +77,11 @@ class BasePlan(SegmentedPlan):
     @property
     def gate_strides(self) -> tuple[int, int]:
         return (0, 0) if self.gate is None else (self.H * self._row, self._row)
+
+    @property
+    def skip_strides(self) -> tuple[int | str, ...]:
+        """Of weights of tokens. Those of heads need none: kernels have no parameters for numbers that are 1."""
+        return ("w",) if self.skip == "w" else (1, 1, 1)
 
     def _row_of(self, name: str) -> int:
         """Numbers of a token of all heads."""

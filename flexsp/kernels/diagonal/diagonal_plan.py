@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["DiagonalPlan"]
 
 _F32 = torch.float32
+_CHUNKS = 4  # a program of `token_sums_kernel`
 
 
 def _count(n: int, block: int) -> int:
@@ -35,20 +37,26 @@ class DiagonalPlan(BasePlan):
     """A call of the diagonal engine.
 
     Buffers beside those of `SegmentedPlan`: ``@decay`` of segments (natural logarithms), ``@gates`` cumulative log2
-    decay within chunks, and what tokens leave to the gradient of the gates.
+    decay within chunks, and what tokens leave to the gradients of the gates and of weights of v in the outputs.
+
+    Attributes:
+        token_skips: there is "w", weights of tokens by which outputs have v besides.
     """
+
+    token_skips: bool = False
 
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-        grads.dkv_kernel, grads.gate_grad_kernel, step_sizes.sum_heads_kernel, shared_grads.chunk_states_kernel,
-        shared_grads.column_output_kernel, shared_grads.shared_values_kernel, shared_grads.shared_keys_kernel,
-        shared_grads.chunk_gate_grad_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel, grads.token_sums_kernel, step_sizes.sum_heads_kernel,
+        shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
+        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
+        skip = "w" if self.token_skips else None
         return {
-            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate)),
-            "by_head": frozenset({"g"}), "by_token": frozenset({"g_gamma"}),
+            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate, skip)), "skip": skip,
+            "by_head": frozenset({"g", "w"}), "by_token": frozenset({"g_gamma"}),
             "aligned_gradient": self.tiling.tiles.hopper,
         }  # fmt: skip
 
@@ -64,7 +72,14 @@ class DiagonalPlan(BasePlan):
         shared = [] if self.shared is None else self.shared.buffers()
         edges = self.B, self.n_seg * self.tiling.per_seg, self.H, *self.state
         column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
-        return [*self.states_of_segments(), *tokens, *of_gates, by_head, *shared, *column]
+        return [*self.states_of_segments(), *tokens, *of_gates, by_head, *self._of_skips(), *shared, *column]
+
+    def _of_skips(self) -> list[Buffer]:
+        found = [Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(*self._skip_parts))]
+        if self.token_skips:
+            found.append(Buffer("w", Role.INPUT, _F32, (self.B, self.T, self.H)))
+            found.append(Buffer("d_w", Role.GRADIENT, _F32, (self.B, self.H, self.T)))
+        return found
 
     @cached_property
     def shared(self) -> SharedGradients | None:
@@ -115,6 +130,14 @@ class DiagonalPlan(BasePlan):
         """In which a walk with the tile leaves sums over channels."""
         return tile.parts if self.hopper is None else tile.bk // 16
 
+    @property
+    def _skip_parts(self) -> tuple[int, int]:
+        """Tiles and parts of a tile in which a walk leaves sums for gradients of skip weights."""
+        dk, dv = self.tiling.tiles.dk, self.tiling.tiles.dv
+        if self.hopper is not None:
+            return 1, 2
+        return (1, dk.parts) if dv is None else (_count(self.tiling.V, dv.bv), dv.parts)
+
     def _sums(self, tiles: int, parts: int) -> tuple[int, ...]:
         """What tokens of a chunk leave to the gate gradient."""
         return self.B, self.H, self.n_chunks, tiles, parts, self.chunk
@@ -152,7 +175,14 @@ class DiagonalPlan(BasePlan):
         return [*dq, *dkv, *self.gate_gradients(last, wanted)]
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        return [self.gate_grad(gradient_of(str(self.gate)), last)] if self.of_gate(wanted) else []
+        found = [self.gate_grad(gradient_of(str(self.gate)), last)] if self.of_gate(wanted) else []
+        return [*found, *([self._skip_grad()] if "w" in wanted else [])]
+
+    def _skip_grad(self) -> LaunchSpec:
+        return self.small(
+            "token_sums_kernel", (_count(self.n_chunks, _CHUNKS), self.B * self.H, 1), ["@of_skip", "d_w"], ["d_w"],
+            (self.T, self.n_chunks), PARTS=math.prod(self._skip_parts), PER=_CHUNKS, C=self.chunk,
+        )  # fmt: skip
 
     def _by_head(self, gradient: str) -> str:
         """Where walks leave the gradient of q or k: a row a head."""
@@ -193,9 +223,10 @@ class DiagonalPlan(BasePlan):
         return [self.walk(
             "output_kernel", tile, _count(p.V, tile.bv),
             ["q", "k", "v", self.gates, self.writing, self.skip, "o", "@states", initial, final], named("o", final),
-            ["q", "k", "v", *self.gate_strides, *self.strides("o")],
+            ["q", "k", "v", *self.gate_strides, *self.strides("o"), *self.skip_strides],
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "o"),
-            STEPS=self.writing is not None, SKIP=self.skip is not None, GROUP=self.group,
+            STEPS=self.writing is not None, SKIP=self.skip is not None, BY_TOKEN=self.token_skips,
+            GROUP=self.group,
         )]  # fmt: skip
 
     def _output_of_column(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
@@ -252,12 +283,13 @@ class DiagonalPlan(BasePlan):
             ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
              "@dstates", last, to_initial],
             named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
-            ["q", "k", "v", "do", *self.gate_strides, *self.strides(to, "d_v")],
+            ["q", "k", "v", "do", *self.gate_strides, *self.strides(to, "d_v"), *self.skip_strides],
             named("q", "k", "v", "do", self.gates, self.writing, self.skip, "@dstates", "@states" if dgate else None,
                   last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
-            SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, GROUP=self.group,
+            SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
+            GROUP=self.group,
         )  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:

@@ -31,6 +31,7 @@ from flexsp.kernels.primitives import (
     rows_of,
     store_rows,
     store_state,
+    token_weights,
     written,
 )
 from flexsp.runtime.launch import begin
@@ -155,13 +156,13 @@ def dkv_kernel(
     q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip,
     states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
-    dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh,
+    dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh, w_sb, w_st, w_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
-    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    BY_TOKEN: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
@@ -176,8 +177,8 @@ def dkv_kernel(
 
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
-    has skip [H] times v besides, which `writes` leave out. DSKIP: of_skip [B, H, chunks, tiles, PARTS, C] are <v_j,
-    do_j>.
+    has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN), which `writes` leave out. DSKIP: of_skip [B, H,
+    chunks, tiles, PARTS, C] are <v_j, do_j>.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -204,7 +205,9 @@ def dkv_kernel(
         do_st = q_st
         dk_st = q_st
         dv_st = q_st
-    if SKIP:
+    if BY_TOKEN:
+        skip += b.to(tl.int64) * w_sb + h * w_sh
+    elif SKIP:
         weight = tl.load(skip + h).to(tl.float32)
     rows = tl.arange(0, C)
     later = rows[None, :] >= rows[:, None]
@@ -237,6 +240,8 @@ def dkv_kernel(
             vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
         if DV or DG:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
+        if BY_TOKEN:
+            weights = token_weights(skip + start * w_st, w_st, length, C)
         if GATED:
             into = power(b_end - written_at)
         if DG and EXACT:
@@ -301,7 +306,10 @@ def dkv_kernel(
                 _row_sums(writes + at_sums * SUMS, dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
             if SKIP:
                 read = oc.to(tl.float32)
-                dvc += read * weight
+                if BY_TOKEN:
+                    dvc += read * weights[:, None]
+                else:
+                    dvc += read * weight
                 if DSKIP:
                     _row_sums(of_skip + at_sums * SUMS, read * vc.to(tl.float32), C, BV, PARTS)
             store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
@@ -398,3 +406,22 @@ def gate_grad_kernel(
             arrived = tl.sum(read, axis=0)
             carried += tl.sum(tl.where(valid, read * read, 0.0), axis=0)
         straddle += arrived
+
+
+@triton.jit
+def token_sums_kernel(
+    x, to, table, T, n_chunks, PARTS: tl.constexpr, PER: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """to [B, H, T] = sums of x [B, H, chunks, PARTS, C] over PARTS, of PER chunks of a head."""
+    begin(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    rows = tl.arange(0, C)
+    for n in tl.static_range(PER):
+        c = tl.minimum(tl.program_id(0) * PER + n, n_chunks - 1)  # the last one more than once
+        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
+        total = tl.zeros([C], tl.float32)
+        for part in tl.static_range(PARTS):
+            at = ((row * n_chunks + c) * PARTS + part) * C + rows
+            total += tl.load(x + at, mask=rows < length, other=0.0)
+        tl.store(to + row * T + start + rows, total, mask=rows < length)

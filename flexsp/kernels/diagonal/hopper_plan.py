@@ -60,13 +60,15 @@ class HopperWalks:
             "N": N, "U": U, "C": p.chunk, "R_GROUP": plan.group if of_keys else 1,
             "U_GROUP": 1 if of_keys else plan.group, "TURNED": of_keys, "REVERSE": reverse,
             "GATED": plan.gate is not None, "STEPS": plan.writing is not None, "SKIP": skip is not None,
+            "BY_TOKEN": skip == "w",
             "BOUNDARY": boundary is not None, "LEFT": left is not None, "SUMS": False, "ENDS": False, "SKIPS": False,
         }  # fmt: skip
+        strides = plan.skip_strides if of_keys else (1, 1, 1)
         cut = p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, plan.scale
         gives = constants.get("SUMS", False)
         return plan.launch(
             "walk_kernel", _HOW, (U // hopper_walks.COLUMNS, p.B * p.H, p.n_seg),
             [r, w, u, x if gives else None, plan.gates, plan.writing, skip, to, states, boundary, left, *sums],
-            named(to, left, *sums[:-1]), [r, w, u, x or u, *plan.gate_strides, *plan.strides(to), *cut],
+            named(to, left, *sums[:-1]), [r, w, u, x or u, *plan.gate_strides, *plan.strides(to), *strides, *cut],
             how | constants, kernel=hopper_walks.walk_kernel,
         )  # fmt: skip

@@ -193,17 +193,17 @@ def walk_kernel(
     r, w, u, x, gate, writing, skip, out, states, boundary, left, of_tokens, of_states, of_pairs, of_skip, edges, other,
     table,
     r_sb, r_st, r_sh, w_sb, w_st, w_sh, u_sb, u_st, u_sh, x_sb, x_st, x_sh, g_sb, g_sh, out_sb, out_st, out_sh,
-    T, H, n_seg, n_chunks, per_seg, scale,
+    skip_sb, skip_st, skip_sh, T, H, n_seg, n_chunks, per_seg, scale,
     N: gl.constexpr, U: gl.constexpr, C: gl.constexpr, R_GROUP: gl.constexpr, U_GROUP: gl.constexpr,
     TURNED: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, SKIP: gl.constexpr,
-    BOUNDARY: gl.constexpr, LEFT: gl.constexpr, SUMS: gl.constexpr, ENDS: gl.constexpr, SKIPS: gl.constexpr,
-    PACKED: gl.constexpr, PDL: gl.constexpr,
+    BY_TOKEN: gl.constexpr, BOUNDARY: gl.constexpr, LEFT: gl.constexpr, SUMS: gl.constexpr, ENDS: gl.constexpr,
+    SKIPS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, U] of r, w [B, T, *, N] and u [B, T, *, U], and of X at the segment's edge in `states`.
 
     R_GROUP heads share rows of r and w, U_GROUP those of u. STEPS: keys have gates of their own, `writing` (see
-    `step_kernel`). SKIP: out has skip [H] times u besides. boundary, left [N, H, ...] (BOUNDARY, LEFT): X where packed
-    documents begin, as they are walked, and where they end.
+    `step_kernel`). SKIP: out has skip [H] times u besides, or skip [B, T, H] times u (BY_TOKEN). boundary, left [N, H,
+    ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end.
 
     SUMS: x [B, T, *, U] is read as u is, and all in fp32 is left of_tokens [B, H, chunks, tiles, 8, C], x_i times out_i
     (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], rows of X times
@@ -244,7 +244,9 @@ def walk_kernel(
             edge += gl.sum(gl.sum(Y * more, axis=1), axis=0)
         gl.store(edges + (gl.program_id(0) * (gl.num_programs(1) // H) + b) * n_seg * H + seg * H + h, edge)
     weight = 0.0
-    if SKIP:
+    if BY_TOKEN:
+        skip += b * skip_sb + h * skip_sh
+    elif SKIP:
         weight = gl.load(skip + h).to(gl.float32)
     rs, ws, us, pairs = tiles(2, C, N), tiles(2, C, N), tiles(2, C, _U), tiles(2, C, C)
     xs = tiles(2, C, _U) if SUMS else us
@@ -304,9 +306,9 @@ def walk_kernel(
             b_next = gl.load(gate + later * C + C - 1)
         if SUMS:
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
-            weights = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
-            weights = power(b_end - weights) if REVERSE else power(weights) * scale
-            read = (mine.to(gl.float32) * weights[None, :]).to(gl.bfloat16)
+            reading = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
+            reading = power(b_end - reading) if REVERSE else power(reading) * scale
+            read = (mine.to(gl.float32) * reading[None, :]).to(gl.bfloat16)
             by_row = _with_state(X, read, of_r.slice(0, 128, 1))
             if N == 256:
                 by_row += _with_state(Y, read, of_r.slice(128, 128, 1))
@@ -344,7 +346,11 @@ def walk_kernel(
         if SUMS and not REVERSE:
             mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
             _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
-        if SKIP:
+        if BY_TOKEN:
+            i = gl.arange(0, C, gl.SliceLayout(0, OUT))
+            weights = gl.load(skip + (start + i) * skip_st, mask=i < length, other=0.0)
+            found += gl.convert_layout(own, OUT).to(gl.float32) * weights[None, :]
+        elif SKIP:
             found += gl.convert_layout(own, OUT).to(gl.float32) * weight
         found = warpgroup_mma(of_u.permute((1, 0)), pairs.index(s).permute((1, 0)), found, is_async=True)
         X = warpgroup_mma(put, of_w.slice(0, 128, 1), X, is_async=True)

@@ -31,8 +31,10 @@ Optional = torch.Tensor | None
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
     initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool, rows: int = 1,
+    w: Optional = None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t: outputs in v's dtype, final states in that of states.
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t + w_t v_t: outputs in v's dtype, final states in that of
+    states.
 
     Args:
         q, k, v: [B, T, H, K] and [B, T, H, V], any strides; T may be 0.
@@ -43,28 +45,32 @@ def run(
         call: what ranks compare of the call.
         want_final: whether final states are wanted.
         rows: how many of T are a token of `sp.set_lengths`.
+        w: [B, T, H], or None for zeros.
     """
     anchor = None
     if sp is not None:
-        anchor, q, k, v, g, g_gamma, initial = share_backward(sp, q, k, v, g, g_gamma, initial)
+        anchor, q, k, v, g, g_gamma, initial, w = share_backward(sp, q, k, v, g, g_gamma, initial, w)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = chunk_layout(cu_seqlens, T, sp, rows)
     gates = _gates(g, g_gamma, (B, T, H), dtype)
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
-    step = _Step(layout, layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype), gates)
+    weights = None if w is None else layout.chunks(w.unsqueeze(-1), dtype)
+    rows_of = (layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype))
+    step = _Step(layout, *rows_of, gates, weights)
     zero = torch.zeros_like(step.summaries[:, :, 0])
     o, final = reference.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)
     return o.to(v.dtype), final
 
 
 class _Step:
-    """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V] and log gates [B, H, chunks, C]."""
+    """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V], log gates [B, H, chunks, C], and weights
+    [B, H, chunks, C, 1] of a token's own values."""
 
     def __init__(
-        self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional
-    ) -> None:  # fmt: skip
-        self.layout, self.v = layout, v
+        self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional, weights: Optional
+    ) -> None:
+        self.layout, self.v, self.weights = layout, v, weights
         causal = torch.ones(layout.C, layout.C, dtype=torch.bool, device=q.device).tril()
         scores = q @ k.transpose(-1, -2)
         if gates is None:
@@ -88,7 +94,8 @@ class _Step:
         return Transition.of(self.summaries[:, :, 0], log_a, cut)
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
-        return self.layout.tokens(self.scores @ self.v + self.reads @ entering)
+        found = self.scores @ self.v + self.reads @ entering
+        return self.layout.tokens(found if self.weights is None else found + self.weights * self.v)
 
 
 def _gates(g: Optional, g_gamma: Optional, shape: tuple[int, int, int], dtype: torch.dtype) -> Optional:

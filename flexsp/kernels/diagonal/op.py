@@ -23,17 +23,18 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
 
 
 class Diagonal(Engine):
-    """Calls of q, k, v and, where the state decays, of "g" [B, T, H] or "g_gamma" [H]. The form is
-    "gate|rows|description": the rows of a token, and what ranks compare of the call."""
+    """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, and of
+    "w" [B, T, H], by which outputs have v besides. The form is "names|rows|description": those that are there, the rows
+    of a token, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
 
     def __init__(self, form: str) -> None:
         self.form = form
-        gate, rows, self.description = form.split("|", 2)
-        self.gate, self.rows = gate or None, int(rows)
-        self.names = ("q", "k", "v") if self.gate is None else ("q", "k", "v", self.gate)
+        names, rows, self.description = form.split("|", 2)
+        self.rows, self.names = int(rows), ("q", "k", "v", *_split(names))
+        self.gate = next((name for name in self.names if name in ("g", "g_gamma")), None)
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
@@ -45,11 +46,15 @@ class Diagonal(Engine):
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2],
+            q.shape[2], "w" in self.names,
         )  # fmt: skip
 
 
-register(Diagonal, [3, 4])
+def _split(names: str) -> list[str]:
+    return names.split(",") if names else []
+
+
+register(Diagonal, [3, 4, 5])
 
 
 class Ssd(Engine):
@@ -80,7 +85,7 @@ class Ssd(Engine):
         return SsdPlan(
             tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
             q.shape[2],
-            softplus, bias, skips, self.limits, dt.dtype,
+            softplus=softplus, bias=bias, skips=skips, limits=self.limits, dt_dtype=dt.dtype,
         )  # fmt: skip
 
 
@@ -91,13 +96,13 @@ class _InPytorch:
     """The same calls where no kernels run them."""
 
     def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
-        gate, rows, description = how.split("|", 2)
-        given = dict(zip(("q", "k", "v", gate), asked.tensors, strict=False))
-        q, k, v, g, g_gamma = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma"))
+        names, rows, description = how.split("|", 2)
+        given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
+        q, k, v, g, g_gamma, w = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w"))
         assert q is not None and k is not None and v is not None
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows),
+            asked.want_final, int(rows), w,
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -116,6 +121,7 @@ def diagonal(
     v: torch.Tensor,
     g: torch.Tensor | None = None,
     g_gamma: torch.Tensor | None = None,
+    w: torch.Tensor | None = None,
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
@@ -125,23 +131,31 @@ def diagonal(
     op: str = "linear attention",
     rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t, over [B, T, H, *] inputs already validated.
+    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already validated.
+
+    w [B, T, H] is in float32, or in float64 beside float64. It needs a row of keys for every head, and values of more
+    than one channel: ValueError where these are not there.
 
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
     of T; ``cu_seqlens`` count those too.
     """
+    if w is not None and (q.shape[2] != v.shape[2] or v.shape[-1] == 1):
+        expected = f"queries of {v.shape[2]} heads and values of more than one channel"
+        raise ValueError(f"w: expected {expected}; got {q.shape[2]} heads and {v.shape[-1]} channels")
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
-    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{', packed' if cu_seqlens is not None else ''}"
+    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{'' if w is None else ', skip weights'}"
+    call += "" if cu_seqlens is None else ", packed"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
-    tensors, form = [q, k, v, *([] if gate is None else [gate])], f"{''.join(gates[:1])}|{rows}|{call}"
+    tensors = [q, k, v, *(x for x in (gate, w) if x is not None)]
+    form = f"{','.join([*gates[:1], *([] if w is None else ['w'])])}|{rows}|{call}"
     if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
-        decays = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
+        others = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
         o, final = Diagonal.run(
-            form, [q, k, blocks.values(v), *decays], blocks.states(initial_state), cu_seqlens,
+            form, [q, k, blocks.values(v), *others], blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)

@@ -15,6 +15,7 @@ from flexsp.kernels.primitives import (
     rows_of,
     store_columns,
     store_state,
+    token_weights,
 )
 from flexsp.runtime.launch import begin
 
@@ -57,6 +58,9 @@ def output_kernel(
     o_sb,
     o_st,
     o_sh,
+    w_sb,
+    w_st,
+    w_sh,
     T,
     H,
     n_seg,
@@ -76,6 +80,7 @@ def output_kernel(
     GATED: tl.constexpr,
     STEPS: tl.constexpr,
     SKIP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     GROUP: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
@@ -84,7 +89,7 @@ def output_kernel(
     """o = scale (tril(q k^T . E) v + e^b q S), docs/math.md, section 2.
 
     GROUP heads share rows of q and of k. STEPS: keys have gates of their own, `writing` (see `step_kernel`). SKIP: o
-    has skip [H] times v besides.
+    has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN).
 
     The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
@@ -99,7 +104,9 @@ def output_kernel(
     o += b.to(tl.int64) * o_sb + h * o_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     writing += b.to(tl.int64) * g_sb + h * g_sh
-    if SKIP:
+    if BY_TOKEN:
+        skip += b.to(tl.int64) * w_sb + h * w_sh
+    elif SKIP:
         weight = tl.load(skip + h).to(tl.float32)
 
     if ALIKE:
@@ -138,7 +145,10 @@ def output_kernel(
         else:
             oc = oc * scale
         oc += mm(tl.trans(vc), p, DOT, PREC)
-        if SKIP:
+        if BY_TOKEN:
+            weights = token_weights(skip + start * w_st, w_st, length, C)
+            oc += tl.trans(vc).to(tl.float32) * weights[None, :]
+        elif SKIP:
             oc += tl.trans(vc).to(tl.float32) * weight
         # Here, where p is no longer needed, so that both lie in the same shared memory: two blocks then fit.
         if GATED:

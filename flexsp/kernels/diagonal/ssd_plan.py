@@ -11,7 +11,6 @@ import torch
 
 from flexsp.kernels.diagonal import step_sizes
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
-from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import LaunchSpec
@@ -27,7 +26,7 @@ class SsdPlan(DiagonalPlan):
     """A call of the state-space dual; the gate is "dt", the step sizes.
 
     Buffers beside those of `DiagonalPlan`: ``@writing`` gates by which keys are written, ``@dgates`` gradients of the
-    log gates, and what keys leave to the gradients of steps and values to those of skip weights.
+    log gates, and what keys leave to the gradients of steps.
 
     Attributes:
         softplus: steps are softplus(dt + bias).
@@ -68,23 +67,7 @@ class SsdPlan(DiagonalPlan):
             Buffer("@writing", Role.SAVED, decay_dtype(self.dtype), (self.B, self.H, self._row)),
             Buffer("@dgates", Role.SCRATCH, _F32, token),
             Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, self._parts(dk))),
-            Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(self._dv_tiles, self._skip_parts)),
         ]
-
-    @property
-    def _dv(self) -> Tile:
-        """Of the walk that makes dv."""
-        return self.tiling.tiles.dv or self.tiling.tiles.dk
-
-    @property
-    def _dv_tiles(self) -> int:
-        if self.tiling.tiles.dv is None or self.hopper is not None:
-            return 1
-        return -(-self.tiling.V // self._dv.bv)
-
-    @property
-    def _skip_parts(self) -> int:
-        return self._dv.parts if self.hopper is None else 2
 
     @property
     def _programs(self) -> int:
@@ -125,7 +108,7 @@ class SsdPlan(DiagonalPlan):
         else:
             gates = [self.gate_grad("@dgates", last)] if of_steps else []
         of_keys = "@writes" if self._exact or self.shared is not None else "@of_steps"
-        parts, skip_parts = self._dk_tiles * self._parts(p.tiles.dk), self._dv_tiles * self._skip_parts
+        parts, skip_parts = self._dk_tiles * self._parts(p.tiles.dk), math.prod(self._skip_parts)
         if self.shared is not None:
             parts = skip_parts = 1
         made = ["d_dt", *self.sums(wanted)] if of_steps else self.sums(wanted)

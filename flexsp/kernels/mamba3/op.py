@@ -1,6 +1,6 @@
 """Entry of Mamba-3's kernels: their launches, and what autograd sees of them.
 
-`turns` comes before the ranks exchange sums, `rows` after that, then the engine, then `with_skip`.
+`turns` comes before the ranks exchange sums, `rows` after that, then the engine.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from flexsp.comm.derivatives import IN_PYTORCH, first_only, keep_for_backward, kept_for_backward, untransformed
+from flexsp.comm.derivatives import IN_PYTORCH, keep_for_backward, kept_for_backward, untransformed
 from flexsp.devices import check_heads
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
 
-__all__ = ["Rows", "rows", "turns", "with_skip"]
+__all__ = ["Rows", "rows", "turns"]
 
 _NAME = "the kernels of Mamba-3"
 _BYTES = 4096  # of a tile
@@ -35,9 +35,13 @@ Optional = torch.Tensor | None
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x as kernels read gradients of it: memory behind every number, rows of the last axis next to each other."""
-    x = torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
+    """x as kernels read gradients of it: memory behind every number, numbers of a row next to each other."""
+    x = _in_memory(x)
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
 
 
 # Running sums ---------------------------------------------------------------------------------------------------------
@@ -166,18 +170,15 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
 
 
 class Rows(NamedTuple):
-    """What the engine and `with_skip` read.
+    """What the engine reads.
 
     Attributes:
-        q, k, v: rows of the recurrence, [B, T, H, K] and [B, T, H, P].
-        skip: stands for w v [B, T, H, P], which never lies in memory: its gradient is that of the outputs.
-        w: [B, T, H] in float32, the factor of a token's own values.
+        q, k: rows of the recurrence, [B, T, H, K].
+        w: [B, T, H] in float32, the factor of a token's own values; tokens of a head lie side by side.
     """
 
     q: Tensor
     k: Tensor
-    v: Tensor
-    skip: Tensor
     w: Tensor
 
 
@@ -216,43 +217,40 @@ _ROWS = ("b", "c", "b_bias", "c_bias", "turns", "arrived", "until", "gamma", "et
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, halves: bool, x: Tensor, d: Optional, *inputs: Optional) -> Rows:
+    def forward(ctx: Any, halves: bool, d: Optional, *inputs: Optional) -> Rows:
         given = dict(zip(_ROWS, inputs, strict=True))
-        B, C = inputs[:2]
-        assert B is not None and C is not None
-        (batch, T, H), K = x.shape[:3], B.shape[3]
+        B, C, turned = (given[name] for name in ("b", "c", "turns"))
+        assert B is not None and C is not None and turned is not None
+        (batch, T, H), K = turned.shape[:3], B.shape[3]
         constants = _constants(given, halves)
         heads = _divisor(H // B.shape[2], _HEADS)
         constants |= {"SKIP": d is not None, "HEADS": heads}
-        q, k = x.new_empty(batch, T, H, K), x.new_empty(batch, T, H, K)
-        own, w = (x.new_empty(batch, T, H, dtype=torch.float32) for _ in range(2))
+        q, k = B.new_empty(batch, T, H, K), B.new_empty(batch, T, H, K)
+        own, w = turned.new_empty(batch, T, H), turned.new_empty(batch, H, T)
         blocks = -(-T // constants["BT"])
         tensors = _pointers({**given, "d": d, "q": q, "k": k, "own": own, "w": w})
         numbers = *B.stride()[:3], *C.stride()[:3], T, blocks
         run(rotations.rows_kernel, (batch * blocks, H // heads, 1), tensors, numbers, constants)
-        keep_for_backward(ctx, x, own, w, *inputs)
+        keep_for_backward(ctx, own, *inputs)
         ctx.halves, ctx.skip = halves, None if d is None else d.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(w)
-        return Rows(q, k, x.view_as(x), x.view_as(x), w)
+        return Rows(q, k, w.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
-        x, own, w, *inputs = kept_for_backward(ctx, _NAME, *grads)
+        own, *inputs = kept_for_backward(ctx, _NAME, *grads)
         given = dict(zip(_ROWS, inputs, strict=True))
-        dq, dk, dv, dy = _cotangents(x, inputs[0], grads)
-        dx, dw = _skip_grads(dy, dv, x, w)
+        dq, dk, dw = _cotangents(own, inputs[0], grads)
         found = _row_grads({**given, "own": own}, dq, dk, dw, ctx.halves)
-        dd = None if ctx.skip is None else dw.sum((0, 1)).to(ctx.skip)
-        return None, dx, dd, *[found.get(name) for name in _ROWS]
+        dd = None if ctx.skip is None else dw.sum((0, 2)).to(ctx.skip)
+        return None, dd, *[found.get(name) for name in _ROWS]
 
 
-def _cotangents(x: Tensor, B: Tensor, grads: Sequence[Optional]) -> list[Tensor]:
-    """Of q, k, v and the skip; the first three as the engine gives them, row by row."""
-    keys = (*x.shape[:3], B.shape[3])
-    shapes = keys, keys, x.shape, x.shape
-    found = [x.new_zeros(shape) if g is None else _dense(g) for shape, g in zip(shapes, grads[:4], strict=True)]
-    return [*[g.contiguous() for g in found[:3]], found[3]]
+def _cotangents(own: Tensor, B: Tensor, grads: Sequence[Optional]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and w, as the engine gives them: row by row, and tokens of a head side by side."""
+    dq, dk = (B.new_zeros(*own.shape, B.shape[3]) if g is None else _dense(g).contiguous() for g in grads[:2])
+    dw = own.new_zeros(own.shape) if grads[2] is None else _in_memory(grads[2])
+    return dq, dk, dw.transpose(1, 2).contiguous()
 
 
 def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool) -> dict[str, Optional]:
@@ -286,13 +284,12 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
 
 
 def rows(
-    x: Tensor, B: Tensor, C: Tensor, B_bias: Optional, C_bias: Optional, turned: Tensor, arrived: Optional,
-    until: Optional, gamma: Tensor, eta: Tensor, D: Optional, pairwise: bool,
+    B: Tensor, C: Tensor, B_bias: Optional, C_bias: Optional, turned: Tensor, arrived: Optional, until: Optional,
+    gamma: Tensor, eta: Tensor, D: Optional, pairwise: bool,
 ) -> Rows:  # fmt: skip
     """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), and w = D - eta <B + B_bias, C + C_bias>.
 
     Args:
-        x: [B, T, H, P].
         B, C: [B, T, G, K]; biases [H, K] or None.
         turned: [B, T, H, S] in float32, by how many turns R rotates.
         arrived: [B, H, S] more turns, of the first `until` tokens ([] in int64), or of all of them; or None.
@@ -301,49 +298,7 @@ def rows(
         pairwise: pairs are channels 2 i and 2 i + 1; else i and i + K / 2.
     """
     untransformed(_NAME, IN_PYTORCH)
-    x, B, C = (z if z.stride(-1) == 1 else z.contiguous() for z in (x, B, C))
+    B, C = (z if z.stride(-1) == 1 else z.contiguous() for z in (B, C))
     B_bias, C_bias, arrived, D = (None if z is None else z.contiguous() for z in (B_bias, C_bias, arrived, D))
     inputs = B, C, B_bias, C_bias, turned.contiguous(), arrived, until, gamma.contiguous(), eta.contiguous()
-    return Rows(*_Rows.apply(not pairwise, x, D, *inputs))
-
-
-# A token's own values -------------------------------------------------------------------------------------------------
-
-
-def _run_by_rows(kernel: Any, tensors: Mapping[str, Tensor], first: Tensor, x: Tensor) -> None:
-    """`first` and x [B, T, H, P] may have any strides, all others lie row by row."""
-    batch, T, H, P = x.shape
-    block = triton.next_power_of_2(P)
-    lines = max(1, min(64, _BYTES // (block * x.dtype.itemsize)))
-    count = batch * T * H
-    numbers = (*first.stride()[:3], *x.stride()[:3], count, T)
-    run(kernel, (-(-count // lines), 1, 1), tensors, numbers, {"H": H, "P": P, "BR": lines, "BP": block})
-
-
-def _skip_grads(dy: Tensor, dv: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """dx = dv + w dy, and dw."""
-    dx, dw = x.new_empty(x.shape), torch.empty_like(w)
-    tensors = {"dy": dy, "dv": dv, "x": x, "w": w, "dx": dx, "dw": dw}
-    _run_by_rows(rotations.skip_grad_kernel, tensors, dy, x)
-    return dx, dw
-
-
-class _WithSkip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, o: Tensor, skip: Tensor, w: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        y = o.new_empty(o.shape)
-        o = o if o.stride(-1) == 1 else o.contiguous()
-        _run_by_rows(rotations.skip_kernel, {"o": o, "x": skip, "w": w, "y": y}, o, skip)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Optional) -> tuple[Optional, ...]:
-        first_only(_NAME, IN_PYTORCH)
-        return dy, dy, None
-
-
-def with_skip(o: Tensor, found: Rows) -> Tensor:
-    """o + w x of the engine's outputs o [B, T, H, P]."""
-    y: Tensor = _WithSkip.apply(o, found.skip, found.w)
-    return y
+    return Rows(*_Rows.apply(not pairwise, D, *inputs))

@@ -1,4 +1,5 @@
-"""Queries and keys of a Mamba-3 recurrence: rows of C and B with biases, turned; and what a token reads of itself.
+"""Queries and keys of a Mamba-3 recurrence: rows of C and B with biases, turned; and weights of tokens' own
+values.
 
 A program has some tokens of one group, holds their rows of B and C as tiles [BT, BP] of the first and the second
 channels of pairs, and goes over the group's heads: what is summed over heads, the gradients of B and C, is summed
@@ -155,7 +156,7 @@ def rows_kernel(
 ):  # fmt: skip
     """q = R(c + c_bias), k = (gamma + eta) R(b + b_bias) [batch, T, H, K] in their dtype, R a rotation by turns
     [batch, T, H, S]; in fp32 own = <b + b_bias, c + c_bias> [batch, T, H], and the factor of a token's own values,
-    w = d - eta own.
+    w = d - eta own [batch, H, T].
 
     A program takes HEADS heads of a group. arrived [batch, H, S]: sums from the ranks before; until: as in `_turned`.
     """
@@ -199,7 +200,7 @@ def rows_kernel(
         factor = -behind * product
         if SKIP:
             factor += tl.load(d + h).to(tl.float32)
-        tl.store(w + row, factor, mask=there)
+        tl.store(w + (batch * H + h) * T + t, factor, mask=there)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -214,7 +215,7 @@ def rows_grad_kernel(
     2], those of gamma and eta; and in fp32 sums over a program's tokens, dbiases [programs, H, 2, K] and darrived
     [programs, H, S].
 
-    A program takes all heads of a group.
+    A program takes all heads of a group. dw lies as w does.
     """
     begin(PDL)
     n = tl.program_id(0).to(tl.int64)
@@ -246,7 +247,7 @@ def rows_grad_kernel(
         mine = tl.load(gamma + row, mask=there, other=0.0)
         behind = tl.load(eta + row, mask=there, other=0.0)
         product = tl.load(own + row, mask=there, other=0.0)
-        back = tl.load(dw + row, mask=there, other=0.0)
+        back = tl.load(dw + (batch * H + h) * T + t, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         less = (behind * back)[:, None]
         # All is read before anything is written: what comes later would wait for memory once more.
@@ -287,48 +288,3 @@ def rows_grad_kernel(
     if STILL:
         store_pairs(db + to, there, db3, db4, shift, BP, K, BP, HALVES)
         store_pairs(dc + to, there, dc3, dc4, shift, BP, K, BP, HALVES)
-
-
-@triton.jit(do_not_specialize=["rows", "T"])
-def skip_kernel(
-    o, x, w, y, o_sb, o_st, o_sh, x_sb, x_st, x_sh, rows, T, H: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
-    BP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """y [batch, T, H, P] = o + w x, of o and x alike and w [batch, T, H], fp32."""
-    begin(PDL)
-    row, p, inside, o_at, x_at = _line(o_sb, o_st, o_sh, x_sb, x_st, x_sh, rows, T, H, P, BR, BP)
-    factor = tl.load(w + row, mask=row < rows, other=0.0)
-    found = tl.load(o + o_at, mask=inside, other=0.0).to(tl.float32)
-    found += factor[:, None] * tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + (row * P)[:, None] + p[None, :], found.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows", "T"])
-def skip_grad_kernel(
-    dy, dv, x, w, dx, dw, y_sb, y_st, y_sh, x_sb, x_st, x_sh, rows, T, H: tl.constexpr, P: tl.constexpr,
-    BR: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """dx [batch, T, H, P] = dv + w dy, and dw [batch, T, H] = <dy, x> in fp32; dv lies row by row."""
-    begin(PDL)
-    row, p, inside, y_at, x_at = _line(y_sb, y_st, y_sh, x_sb, x_st, x_sh, rows, T, H, P, BR, BP)
-    factor = tl.load(w + row, mask=row < rows, other=0.0)
-    back = tl.load(dy + y_at, mask=inside, other=0.0).to(tl.float32)
-    values = tl.load(x + x_at, mask=inside, other=0.0).to(tl.float32)
-    at = (row * P)[:, None] + p[None, :]
-    found = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32) + factor[:, None] * back
-    tl.store(dx + at, found.to(dx.dtype.element_ty), mask=inside)
-    tl.store(dw + row, tl.sum(tl.where(inside, back * values, 0.0), axis=1), mask=row < rows)
-
-
-@triton.jit
-def _line(
-    o_sb, o_st, o_sh, x_sb, x_st, x_sh, rows, T, H: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr
-):
-    """(rows [BR] of heads of tokens, columns, where both are there, places in a tensor o and in a tensor x)."""
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    p = tl.arange(0, BP)
-    token, head = row // H, row % H
-    b, t = token // T, token % T
-    o_at = (b * o_sb + t * o_st + head * o_sh)[:, None] + p[None, :]
-    x_at = (b * x_sb + t * x_st + head * x_sh)[:, None] + p[None, :]
-    return row, p, (row < rows)[:, None] & (p < P)[None, :], o_at, x_at

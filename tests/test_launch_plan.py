@@ -114,7 +114,7 @@ def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:
             backward = call.backward(dfinal, dinitial, wanted)
             after = check_order(backward, inputs | kept | {"do", "@dfinal"})
             walks = [x for x in (*forward, *backward) if x.kind == "walk_kernel" and x.constants["SKIP"]]
-            assert all(x.constants["BY_TOKEN"] and "w" in x.numbers for x in walks), "weights of heads are in their place"
+            assert all(x.constants["BY_TOKEN"] and "w" in x.numbers for x in walks), "as if they were of heads"
             gradients = {x for x in after if x in map(gradient_of, ("q", "k", "v", "g", "g_gamma", "w"))}
             assert gradients == {gradient_of(x) for x in ("q", "k", "v", *wanted)}
             assert ("@dinitial" in after) == dinitial

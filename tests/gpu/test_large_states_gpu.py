@@ -16,7 +16,7 @@ from flexsp.testing.problems import check, draw, solve_all
 from tests.gpu.judge import CUDA
 
 SIZES = [(256, 256), (256, 128), (128, 256)]
-DOCUMENTS = (61, 0, 64, 1, 700, 77, 0)
+DOCUMENTS = (61, 0, 64, 1, 260, 77, 0)
 BF16 = torch.bfloat16
 
 

@@ -14,6 +14,7 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.oracles import mamba2_ssd as oracle
 from tests.gpu.judge import CUDA, DTYPES
 
+DRAWS = 6
 T, H, G, N, P = 300, 4, 2, 128, 64
 BOUND = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 ARGUMENTS = {
@@ -40,13 +41,13 @@ def _inputs(seed: int, more: dict[str, Any], dtype: torch.dtype) -> dict[str, An
     return given
 
 
-def _solve(op: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _solve(op: Any, given: dict[str, Any], dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
     """Output and gradients; parameters are in float32 where the rest is in less."""
     kinds = {"A": torch.float32, "D": torch.float32, "dt_bias": torch.float32} if dtype != torch.float64 else {}
     x = {n: t.to(kinds.get(n, dtype)) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     leaves = {n: t.requires_grad_() for n, t in x.items() if isinstance(t, torch.Tensor)}
     y = op(**x)[0]
-    do = torch.randn(y.shape, generator=torch.Generator(CUDA).manual_seed(1), device=CUDA).to(torch.bfloat16)
+    do = torch.randn(y.shape, generator=torch.Generator(CUDA).manual_seed(seed), device=CUDA).to(torch.bfloat16)
     grads = torch.autograd.grad(y, [*leaves.values()], do.to(y.dtype))
     return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
 
@@ -56,10 +57,16 @@ def _solve(op: Any, given: dict[str, Any], dtype: torch.dtype) -> dict[str, torc
 @pytest.mark.usefixtures("poisoned")
 def test_arguments(dtype: torch.dtype, more: dict[str, Any]) -> None:
     given = _inputs(random.randrange(2**31), more, dtype)
-    found, again = (_solve(mamba2_ssd, {n: _copy(t) for n, t in given.items()}, dtype) for _ in range(2))
-    right = _solve(oracle, {n: _copy(t) for n, t in given.items()}, torch.float64)
-    assert all(torch.equal(found[name], again[name]) for name in found)
-    errors = {name: float(relative_error(found[name].double(), right[name])) for name in right}
+    found, again, right = [], [], []
+    for seed in range(DRAWS):  # together: the gradient of a parameter is a number a head, and may nearly vanish
+        ways = (found, mamba2_ssd, dtype), (again, mamba2_ssd, dtype), (right, oracle, torch.float64)
+        for results, op, kind in ways:
+            results.append(_solve(op, {n: _copy(t) for n, t in given.items()}, kind, seed))
+    assert all(torch.equal(x[name], y[name]) for x, y in zip(found, again, strict=True) for name in x)
+    errors = {
+        name: float(relative_error(*(torch.stack([x[name].double() for x in results]) for results in (found, right))))
+        for name in right[0]
+    }
     assert max(errors.values()) < BOUND[dtype], errors
 
 

@@ -135,8 +135,13 @@ def output_kernel(
         qc = load_rows(q + start * q_st, q_st, length, 0, C, K, BK)
         kc = load_rows(k + start * k_st, k_st, length, 0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
+        if BY_TOKEN:
+            weights = token_weights(skip + start * w_st, w_st, length, C)
         if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-            p = _scores(qc, kc, bc, written_at, later, scale, GATED, DOT, PREC).to(DOT)
+            p = _scores(qc, kc, bc, written_at, later, scale, GATED, DOT, PREC)
+            if BY_TOKEN:  # as what a token reads of itself: there are no registers for one more sum
+                p += tl.where(rows[None, :] == rows[:, None], weights[None, :], 0.0)
+            p = p.to(DOT)
         else:
             p = tl.zeros([C, C], DOT)
         oc = mm(held, tl.trans(qc), DOT, PREC)
@@ -145,10 +150,7 @@ def output_kernel(
         else:
             oc = oc * scale
         oc += mm(tl.trans(vc), p, DOT, PREC)
-        if BY_TOKEN:
-            weights = token_weights(skip + start * w_st, w_st, length, C)
-            oc += tl.trans(vc).to(tl.float32) * weights[None, :]
-        elif SKIP:
+        if SKIP and not BY_TOKEN:
             oc += tl.trans(vc).to(tl.float32) * weight
         # Here, where p is no longer needed, so that both lie in the same shared memory: two blocks then fit.
         if GATED:

@@ -50,7 +50,7 @@ DIAGONAL = [
         ("at_doc = (doc * H + h)", "at_doc = (doc * H)", "heads of documents' states overlap",
          _ENGINE + "test_documents[simple_gla]"),
         ("power(b_end - written_at)[None, :], kc", "power(b_end)[None, :], kc", "keys decay from the chunk's start", _PLAIN),
-        ("tl.float32) * weights[None, :]", "tl.float32) * tl.sum(weights) / C", "tokens have a weight in common", _WEIGHTS),
+        ("weights[None, :], 0.0)", "tl.sum(weights) / C, 0.0)", "tokens have a weight in common", _WEIGHTS),
     ),
     *_in(
         "flexsp/kernels/diagonal/grads.py",

@@ -305,10 +305,10 @@ def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch)
     given: dict[str, Any] = {key: torch.zeros(size) for key, size in sizes.items()} | {"arrived": None}
     call(**given)
     first = worked_out()
-    assert first == ["rows_grad_kernel", "rows_kernel"]
+    assert first == ["rows_grad_kernel", "rows_grad_kernel", "rows_kernel"]  # of pairs that turn, and of others
     make, more = CHANGES[change]
     call(**(given | make(given)))
-    assert sorted([*first, *more]) == worked_out()
+    assert sorted([*first, *(name for name in first if name in more)]) == worked_out()
 
 
 # Compiled for sm_90 ---------------------------------------------------------------------------------------------------
@@ -359,7 +359,9 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
     """The wait for the kernel before comes first; no NaN that gives way to a number, no missing barriers, no registers
     that nothing wrote, no lanes that round a sum differently, no spills."""
     kernels = compiled(name)
-    assert [kernel["name"].removesuffix("_kernel") for kernel in kernels] == NAMES
+    names = [kernel["name"].removesuffix("_kernel") for kernel in kernels]
+    again = {"plain", "packed, over ranks", "fp32"}  # for pairs that do not turn
+    assert names == (NAMES if name not in again else [*NAMES[:4], "rows_grad", *NAMES[4:]])
     for kernel in kernels:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel

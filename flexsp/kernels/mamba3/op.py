@@ -27,7 +27,6 @@ _SEGMENT = 64  # tokens at least
 _SEGMENTS = 512  # at most
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
 _HEADS = 8  # of a program of `rows_kernel` at most
-_GRAD_WARPS = 4
 _STAGES = 1  # heads whose numbers are on their way while one is computed, and that one
 
 Tensor = torch.Tensor
@@ -264,14 +263,15 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
     wide = {
         "dbiases": (programs, H, 2, K) if constants["B_BIAS"] or constants["C_BIAS"] else (0,),
         "dturns": (batch, T, H, S), "darrived": (programs, H, S) if constants["ARRIVED"] else (0,),
-        "dweights": (batch, T, H, 2),
+        "dweights": (batch, T, H, 2), "still": (batch, T, H) if constants["STILL"] else (0,),
     }  # fmt: skip
     made = {"db": B.new_empty(B.shape), "dc": C.new_empty(C.shape)}
     made |= {name: dw.new_empty(shape) for name, shape in wide.items()}
-    run(
-        rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
-        (*B.stride()[:3], *C.stride()[:3], T, blocks), constants, _GRAD_WARPS,
-    )  # fmt: skip
+    for turns in (False, True) if constants["STILL"] else (True,):
+        run(
+            rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
+            (*B.stride()[:3], *C.stride()[:3], T, blocks), constants | {"TURNS": turns},
+        )  # fmt: skip
     found: dict[str, Optional] = {name: made[f"d{name}"] for name in ("b", "c", "turns")}
     found["gamma"], found["eta"] = made["dweights"].unbind(-1)
     biases = {name: bias for name in ("b_bias", "c_bias") if (bias := given[name]) is not None}

@@ -99,22 +99,11 @@ def _biased(
 
 
 @triton.jit
-def _of_both(v1, v2, u1, u2):
-    """[BT, BP, 2, 2]: two channels of pairs, of B and of C."""
-    return tl.join(tl.join(v1, v2), tl.join(u1, u2))
-
-
-@triton.jit
-def _store_sums(sums, tile, p, K: tl.constexpr, STILL: tl.constexpr, HALVES: tl.constexpr):
-    """Sums over tokens of tile [BT, BP, 2, 2], or [BT, BP, 2, 2, 2] of pairs p [BP] and of those BP behind them
-    (STILL), at sums [2, K]. All together, since warps wait for each other at every such sum."""
-    found = tl.sum(tile, axis=0)
-    if STILL:
-        second, of_c = tl.arange(0, 2)[None, :, None, None], tl.arange(0, 2)[None, None, :, None]
-        pair = p[:, None, None, None] + tl.arange(0, 2)[None, None, None, :] * p.shape[0]
-    else:
-        second, of_c = tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
-        pair = p[:, None, None]
+def _store_sums(sums, v1, v2, u1, u2, pairs, K: tl.constexpr, HALVES: tl.constexpr):
+    """Sums over tokens of tiles [BT, BP] of `pairs` [BP] at sums [2, K]: v of B's channels, u of C's. All together,
+    since warps wait for each other at every such sum."""
+    found = tl.sum(tl.join(tl.join(v1, v2), tl.join(u1, u2)), axis=0)
+    pair, second, of_c = pairs[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
     channels = (pair + second * (K // 2)) if HALVES else (2 * pair + second)
     inside = (pair < K // 2) & (second < 2) if HALVES else channels < K
     tl.store(sums + of_c * K + channels, found, mask=inside & (of_c < 2))
@@ -206,18 +195,21 @@ def rows_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def rows_grad_kernel(
     b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, dbiases, dturns, darrived,
-    dweights, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
+    dweights, still, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
-    STILL: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr, C_BIAS: tl.constexpr,
-    ARRIVED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    STILL: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr,
+    C_BIAS: tl.constexpr, ARRIVED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dturns [batch, T, H, S], dweights [batch, T, H,
     2], those of gamma and eta; and in fp32 sums over a program's tokens, dbiases [programs, H, 2, K] and darrived
     [programs, H, S].
 
-    A program takes all heads of a group. dw lies as w does.
+    A program takes all heads of a group, and BP pairs: the first of them, which turn (TURNS), or those behind, where
+    there are such (STILL). These come first and leave their part of the gradient of gamma, still [batch, T, H]. All
+    pairs at once would leave a multiprocessor half as many programs. dw lies as w does.
     """
     begin(PDL)
+    FIRST: tl.constexpr = 0 if TURNS else BP
     n = tl.program_id(0).to(tl.int64)
     batch = n // blocks
     group = tl.program_id(1)
@@ -229,62 +221,49 @@ def rows_grad_kernel(
     p = shift + tl.arange(0, BP)
     b += batch * b_sb + t * b_st + far * b_sg
     c += batch * c_sb + t * c_st + far * c_sg
-    b1, b2 = load_pairs(b, there, shift, 0, K, BP, HALVES)
-    c1, c2 = load_pairs(c, there, shift, 0, K, BP, HALVES)
-    if STILL:
-        b3, b4 = load_pairs(b, there, shift, BP, K, BP, HALVES)
-        c3, c4 = load_pairs(c, there, shift, BP, K, BP, HALVES)
+    b1, b2 = load_pairs(b, there, shift, FIRST, K, BP, HALVES)
+    c1, c2 = load_pairs(c, there, shift, FIRST, K, BP, HALVES)
     db1, db2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     dc1, dc2 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
-    if STILL:
-        db3, db4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
-        dc3, dc4 = tl.zeros([BT, BP], tl.float32), tl.zeros([BT, BP], tl.float32)
     for h in tl.range(group * (H // G), (group + 1) * (H // G), num_stages=STAGES):
-        x1, x2 = _biased(b1, b2, b_bias, h, shift, 0, K, BP, HALVES, B_BIAS)
-        y1, y2 = _biased(c1, c2, c_bias, h, shift, 0, K, BP, HALVES, C_BIAS)
+        # All is read before anything is written: what comes later would wait for memory once more.
         row = (batch * T + t) * H + h
-        cos, sin = _turned(turns + row * S, arrived + (batch * H + h) * S, count, t, there, shift, K, S, BP, ARRIVED)
+        of_k, of_q = dk + row * K, dq + row * K
+        v1, v2 = load_pairs(of_k, there, shift, FIRST, K, BP, HALVES)
+        u1, u2 = load_pairs(of_q, there, shift, FIRST, K, BP, HALVES)
+        x1, x2 = _biased(b1, b2, b_bias, h, shift, FIRST, K, BP, HALVES, B_BIAS)
+        y1, y2 = _biased(c1, c2, c_bias, h, shift, FIRST, K, BP, HALVES, C_BIAS)
         mine = tl.load(gamma + row, mask=there, other=0.0)
         behind = tl.load(eta + row, mask=there, other=0.0)
-        product = tl.load(own + row, mask=there, other=0.0)
         back = tl.load(dw + (batch * H + h) * T + t, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         less = (behind * back)[:, None]
-        # All is read before anything is written: what comes later would wait for memory once more.
-        of_k, of_q = dk + row * K, dq + row * K
-        g1, g2 = load_pairs(of_k, there, shift, 0, K, BP, HALVES)
-        f1, f2 = load_pairs(of_q, there, shift, 0, K, BP, HALVES)
-        if STILL:
-            x3, x4 = _biased(b3, b4, b_bias, h, shift, BP, K, BP, HALVES, B_BIAS)
-            y3, y4 = _biased(c3, c4, c_bias, h, shift, BP, K, BP, HALVES, C_BIAS)
-            v3, v4 = load_pairs(of_k, there, shift, BP, K, BP, HALVES)
-            u3, u4 = load_pairs(of_q, there, shift, BP, K, BP, HALVES)
-        v1, v2 = g1 * cos + g2 * sin, g2 * cos - g1 * sin
-        u1, u2 = f1 * cos + f2 * sin, f2 * cos - f1 * sin
+        if TURNS:
+            product = tl.load(own + row, mask=there, other=0.0)
+            of_weight = tl.zeros([BT], tl.float32)
+            if STILL:
+                of_weight += tl.load(still + row, mask=there, other=0.0)
+            at_turns = turns + row * S
+            cos, sin = _turned(at_turns, arrived + (batch * H + h) * S, count, t, there, shift, K, S, BP, ARRIVED)
+            v1, v2 = v1 * cos + v2 * sin, v2 * cos - v1 * sin
+            u1, u2 = u1 * cos + u2 * sin, u2 * cos - u1 * sin
+            turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
+            tl.store(dturns + (row * S)[:, None] + p[None, :], turned, mask=there[:, None] & (p < S)[None, :])
+            if ARRIVED:
+                going = tl.sum(tl.where((there & (t < count))[:, None], turned, 0.0), axis=0)
+                tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
         products = v1 * x1 + v2 * x2
-        turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
-        tl.store(dturns + (row * S)[:, None] + p[None, :], turned, mask=there[:, None] & (p < S)[None, :])
-        if ARRIVED:
-            going = tl.sum(tl.where((there & (t < count))[:, None], turned, 0.0), axis=0)
-            tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
         v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
         u1, u2 = u1 - less * x1, u2 - less * x2
         db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
-        to_biases = _of_both(v1, v2, u1, u2)
-        if STILL:
-            products += v3 * x3 + v4 * x4
-            v3, v4 = weight * v3 - less * y3, weight * v4 - less * y4
-            u3, u4 = u3 - less * x3, u4 - less * x4
-            db3, db4, dc3, dc4 = db3 + v3, db4 + v4, dc3 + u3, dc4 + u4
-            to_biases = tl.join(to_biases, _of_both(v3, v4, u3, u4))
         if B_BIAS or C_BIAS:
-            _store_sums(dbiases + (n * H + h) * (2 * K), to_biases, p, K, STILL, HALVES)
-        of_weight = tl.sum(products, axis=1)
-        both = tl.join(of_weight, of_weight - back * product)
-        tl.store(dweights + (row * 2)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
+            _store_sums(dbiases + (n * H + h) * (2 * K), v1, v2, u1, u2, FIRST + p, K, HALVES)
+        if TURNS:
+            of_weight += tl.sum(products, axis=1)
+            both = tl.join(of_weight, of_weight - back * product)
+            tl.store(dweights + (row * 2)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
+        else:
+            tl.store(still + row, tl.sum(products, axis=1), mask=there)
     to = ((batch * T + t) * G + group) * K
-    store_pairs(db + to, there, db1, db2, shift, 0, K, BP, HALVES)
-    store_pairs(dc + to, there, dc1, dc2, shift, 0, K, BP, HALVES)
-    if STILL:
-        store_pairs(db + to, there, db3, db4, shift, BP, K, BP, HALVES)
-        store_pairs(dc + to, there, dc3, dc4, shift, BP, K, BP, HALVES)
+    store_pairs(db + to, there, db1, db2, shift, FIRST, K, BP, HALVES)
+    store_pairs(dc + to, there, dc1, dc2, shift, FIRST, K, BP, HALVES)

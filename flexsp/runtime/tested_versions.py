@@ -35,8 +35,8 @@ COVERED: tuple[Run, ...] = (
 )
 
 GLUON: frozenset[str] = frozenset({"3.6"})
-"""Releases of Triton with which the kernels in Gluon passed tests/gpu/test_delta_engine_gpu.py; with others those in
-Triton run instead."""
+"""Releases of Triton with which the kernels in Gluon passed tests/gpu/test_delta_engine_gpu.py and
+tests/gpu/test_large_states_gpu.py; with others those in Triton run instead."""
 
 
 def uncovered(triton: str, capability: tuple[int, int], gpu: str) -> str | None:

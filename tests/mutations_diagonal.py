@@ -17,6 +17,7 @@ _OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
 _OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
 _LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
 _LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
+_WALKS = "tests/test_large_states.py::test_against_the_token_loop"
 _LARGE = "tests/test_compile_diagonal.py::test_what_the_interpreter_cannot_show[bf16 256-races]"
 _REFERENCE = "tests/test_reference.py::"
 
@@ -154,9 +155,20 @@ DIAGONAL = [
         "flexsp/kernels/diagonal/hopper_plan.py",
         ('"BY_TOKEN": skip == "w"', '"BY_TOKEN": False', "walks in Gluon take weights of tokens for those of heads",
          "tests/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
+        ('"TURNED": of_keys', '"TURNED": not of_keys', "large states lie the other way round", _WALKS + "[gates]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/hopper_walks.py",
+        ("skip + (start + i) * skip_st", "skip + i * skip_st", "all chunks have the weights of the first",
+         _WALKS + "[weights]"),
+        ("ends = first if REVERSE else last", "ends = last", "gradients of documents' states are of their ends",
+         _WALKS + "[gates]"),
+        ("later = gl.minimum(n + 1, count - 1)", "later = n + 1", "what is read ahead may lie in another segment",
+         _WALKS + "[gates]"),
+        ("found * (power(b_end - reads) if REVERSE", "found * (power(reads) if REVERSE",
+         "gradients of large states decay from the wrong end", _WALKS + "[gates]"),
+        ("_diagonal(of_skip + at[1] * 2 * C, scores, i == j)", "_diagonal(of_skip + at[1] * 2 * C, scores, i >= j)",
+         "weights have what all tokens read", _WALKS + "[weights]"),
         ("visible()  # its pairs", "pass  # its pairs", "copies go where products still read", _LARGE),
         ("        arrived(0)\n        scores = _scores(rs.index(1 - s)", "        scores = _scores(rs.index(1 - s)",
          "products read what is not there yet", _LARGE),

@@ -485,3 +485,16 @@ def test_replaced_devices_are_others() -> None:
     with planned_for(replace(H200, programs=8)):
         few = make_tiling(x, x, 0)
     assert few.n_seg == 2 and make_tiling(x, x, 0).n_seg == 32
+
+
+class Symbolic(int):
+    """As sizes in graphs are: without a hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+def test_tiles_of_symbolic_sizes(gluon: bool) -> None:
+    for K, V in itertools.product((16, 64, 128, 256), repeat=2):
+        symbolic = choose(torch.bfloat16, Symbolic(K), Symbolic(V), H200, gluon=gluon)
+        assert symbolic == choose(torch.bfloat16, K, V, H200, gluon=gluon)

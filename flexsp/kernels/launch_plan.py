@@ -87,7 +87,8 @@ class LaunchPlan(ABC):
         optional: inputs whose gradients are left out where nobody wants them.
         by_head: inputs with one number a token, whose gradients kernels write in float32 as [B, H, T].
         by_token: parameters [H] whose gradients kernels leave for every token, in float32 as [B, H, T].
-        aligned_gradient: kernels read the outputs' gradient in vectors of 16 bytes. One that does not lie so is copied.
+        aligned_gradient: kernels read rows of inputs and of the outputs' gradient in vectors of 16 bytes. Those that do
+            not lie so are copied.
         surely_fits: a block is known to have the shared memory that each kernel needs. Otherwise kernels are compiled
             before the first launch, to find out.
         scanned: states enter segments from elsewhere, by way of the scan.

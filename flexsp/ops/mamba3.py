@@ -82,10 +82,10 @@ def mamba3(
     pi tanh(angles_s) dt_s up to t. With ``mimo_x`` (MIMO) a token has R rows of B and C, writes the sum of R products
     b^(j) (mimo_x^(j) x)^T, and row j of C reads y^(j); a skip adds D mimo_x^(j) x. Arguments as of mamba_ssm's module.
 
-    The recurrence runs on the engine of `chunk_simple_gla`. On a GPU kernels of its own compute what comes before and
-    after it, of [B, T, H, S] and more numbers; with ``mimo_x``, in graphs of torch.compile, in float64 and on CPU that
-    runs in PyTorch. Both compute in float32. Angles are summed in turns in float64, without whole turns; over ranks
-    sums of at most half a turn a rank are exchanged in float32.
+    The recurrence runs on the engine of `chunk_simple_gla`. On a GPU kernels of its own compute what comes before it,
+    of [B, T, H, S] and more numbers; with ``mimo_x``, with P = 1, in graphs of torch.compile, in float64 and on CPU
+    that runs in PyTorch. Both compute in float32. Angles are summed in turns in float64, without whole turns; over
+    ranks sums of at most half a turn a rank are exchanged in float32.
 
     Args:
         x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.

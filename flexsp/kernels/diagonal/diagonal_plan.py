@@ -83,7 +83,7 @@ class DiagonalPlan(BasePlan):
 
     @cached_property
     def shared(self) -> SharedGradients | None:
-        """The gradients, where heads share keys and there are kernels for that."""
+        """The gradients, where chunks have a program each: where heads share keys, or states have one column."""
         tiles = self.tiling.tiles.shared
         return None if tiles is None else SharedGradients(self, tiles)
 
@@ -270,12 +270,11 @@ class DiagonalPlan(BasePlan):
         and skips need."""
         p, with_dk, to = self.tiling, to == "d_k", self._by_head(to)
         dgate = with_dk and self.of_gate(wanted)
-        dskip = "@of_skip" if with_dv and self.skip is not None and self.skip in wanted else None
-        if self.hopper is not None and with_dk:
-            skips = self.skip is not None and self.skip in wanted
-            return self.hopper.dk(to, last, gates=dgate, skips=skips)
+        skips = self.skip is not None and self.skip in wanted
         if self.hopper is not None:
-            return self.hopper.dv(last, to_initial)
+            walks = self.hopper
+            return walks.dk(to, last, gates=dgate, skips=skips) if with_dk else walks.dv(last, to_initial)
+        dskip = "@of_skip" if with_dv and skips else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
         return self.walk(

@@ -1,4 +1,5 @@
-"""Gradients where heads share keys (docs/math.md, section 5), chunks side by side instead of one after the other.
+"""Kernels that take a chunk each instead of walking: gradients where heads share keys (docs/math.md, section 5), and
+outputs and gradients of states of one column.
 
 The gradients of q and k are sums over the heads of a group. Walks have one head each, and would leave rows of q and k
 for every head: at the sizes of Mamba-2 half of what a backward pass reads and writes. Here a program has one chunk and
@@ -11,6 +12,11 @@ than there are.
 The gradient of the gates is exact at both edges of every chunk (`chunk_gate_grad_kernel`): what passes a chunk is
 <a S, dS> of its own edges, so no error goes from chunk to chunk. Within a chunk, pairs that cancel leave roundings of
 fp32, which is too much for inputs in fp32: these have walks.
+
+A state of one column (V == 1), as normalisers of mLSTM and linear attention have it, has so few numbers that all
+states at the edges of chunks are kept, in fp32, and nothing is a product of tiles but the scores: what others are
+divided by is exact to fp32 then. `column_output_kernel` makes such outputs for inputs of every type, and gradients
+are those of one head a group, in bf16.
 """
 
 from __future__ import annotations

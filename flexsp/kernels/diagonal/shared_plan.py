@@ -1,4 +1,4 @@
-"""The launches of gradients where heads share keys: see `flexsp.kernels.diagonal.shared_grads`."""
+"""The launches of gradients that take a chunk each: see `flexsp.kernels.diagonal.shared_grads`."""
 
 from __future__ import annotations
 

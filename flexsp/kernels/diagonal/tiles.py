@@ -22,10 +22,6 @@ MOST_CHUNKS = 128
 """Of a segment: `summarize_kernel` looks at the decays of all of them at once."""
 
 
-_LARGE = ({128, 256}, {256})
-"""Sizes of states that are walked in Gluon. Smaller ones leave Triton's walks enough registers and shared memory."""
-
-
 FEW = 2**28
 """Bytes of states that are all kept at once: gradients of shared keys take those of a piece of the tokens each."""
 
@@ -51,7 +47,8 @@ _HOPPER = Tile(128, 128, 8, 1)
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """Tiles of gradients where heads share keys, which go over heads: of the walks over states, of values, and of keys.
+    """Tiles of gradients that take a chunk each, and go over heads that share keys: of the walks over states, of
+    values, and of keys.
 
     Attributes:
         programs: that there should be at least; heads of a group go to as many blocks.
@@ -103,11 +100,17 @@ def choose(
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
     if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device, bk // 32 if V > 1 else 1)
-    if gluon and device.wide_products and not device.tensor_memory and {K, V} in _LARGE:
+    if gluon and device.wide_products and not device.tensor_memory and _is_large(K, V):
         found = replace(found, hopper=True, dq=_HOPPER, dk=_HOPPER, dv=_HOPPER)
     if V == 1:  # queries in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found
+
+
+def _is_large(K: int, V: int) -> bool:
+    """Whether states are walked in Gluon. Smaller ones leave Triton's walks enough registers and shared memory. K and V
+    may be symbolic, which have no hash."""
+    return (K == 256 and (V == 128 or V == 256)) or (K == 128 and V == 256)  # noqa: PLR1714
 
 
 def _one_stage(tiles: Tiles) -> Tiles:

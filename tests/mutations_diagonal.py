@@ -17,7 +17,7 @@ _OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
 _OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
 _LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
 _LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
-_WALKS = "tests/test_large_states.py::test_against_the_token_loop"
+_WALKS = "tests/test_hopper_walks.py::test_against_the_token_loop"
 _LARGE = "tests/test_compile_diagonal.py::test_what_the_interpreter_cannot_show[bf16 256-races]"
 _REFERENCE = "tests/test_reference.py::"
 

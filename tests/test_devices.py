@@ -7,6 +7,7 @@ largest. sm_86 and sm_89 lower alike. What an H200 gets is pinned: its speed was
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -43,6 +43,17 @@ def test_walks(monkeypatch: pytest.MonkeyPatch, op: str, K: int, V: int, packed:
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("T", [1, 63, 65, 200])
+@pytest.mark.parametrize(("K", "V"), SIZES)
+@pytest.mark.parametrize("op", ["simple_gla", "mamba2"])
+@pytest.mark.usefixtures("poisoned")
+def test_short_texts(op: str, K: int, V: int, T: int) -> None:
+    """Of three sequences."""
+    problem = draw(op, B=3, T=T, H=4, K=K, V=V).rounded(BF16)
+    bad = [str(report) for report in check(problem, BF16, solve_all(problem, BF16, CUDA)) if not report.ok]
+    assert not bad, "\n".join(bad)
+
+
 @pytest.mark.parametrize(("K", "V"), SIZES)
 @pytest.mark.parametrize("shift", [1, 8], ids=["bytes", "strides"])
 def test_rows_that_do_not_lie_in_vectors(K: int, V: int, shift: int) -> None:

@@ -98,7 +98,7 @@ def test_heads_of_mamba2(K: int, V: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64), (128, 128), (256, 64), (256, 256), (100, 40)])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64), (128, 128), (256, 64), (256, 256), (128, 256), (100, 40)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=_name)
 @pytest.mark.usefixtures("poisoned")
 def test_weights_of_tokens(K: int, V: int, dtype: torch.dtype, packed: bool, seed: int) -> None:

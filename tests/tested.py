@@ -55,6 +55,7 @@ SUBJECTS = {
     "test_attention": "softmax attention", "ranks_attention": "softmax attention",
     "test_delta_engine": "delta rules: gates, segments, strides", "test_delta_ops": "delta rules: several keys, sizes",
     "test_generated": "generated kernels: chunks, parts of states", "test_nonfinite": "NaN and inf",
+    "test_large_states": "large states: layouts, long texts", "test_mamba2": "Mamba-2: its other arguments",
     "test_ops": "scalar decay: tiles, strides, CUDA graphs", "test_propagate": "exchange of states",
     "test_states": "programs with several states", "test_torch_compile": "torch.compile",
     "test_vector_gates": "gates of channels: strong gates", "test_long_gates": "gates' gradients: layers",

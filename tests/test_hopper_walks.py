@@ -102,7 +102,7 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gates", "weights", "Mamba-2", *slow(*[*CALLS][3:])])
+@pytest.mark.parametrize("name", ["gates", "Mamba-2", *slow("weights", *[*CALLS][3:])])
 def test_against_the_token_loop(name: str) -> None:
     """Outputs, final states and all gradients, and those without gradients of gates and weights."""
     (found,) = run_ranks(errors, 1, random.randrange(2**31), *CALLS[name], env=INTERPRETED)

@@ -36,6 +36,7 @@ class Compiled:
     ptx: str
     assembler: int  # 129 is CUDA 12.9
     unwritten: list[str]  # instructions that read registers which nothing wrote, and constants that nothing reads
+    serialized: bool  # products on Hopper wait for each other: ptxas does that where registers do not suffice (C7512)
     ttir: str  # what Triton makes of the source first; empty of Gluon
 
     @property
@@ -150,4 +151,11 @@ def _told(name: str, shared: int, cubin: bytes, ptx: str, ttir: str) -> Compiled
     toolkit = re.search(rb"\x04\x37\x04\x00(....)", cubin, re.DOTALL)  # EIATTR_CUDA_API_VERSION
     assembler = int.from_bytes(toolkit[1], "little") if toolkit else 0
     wrong = [*unwritten(listing), *unread(listing)]
-    return Compiled(name, found["REG"], found["STACK"], shared, spills, ptx, assembler, wrong, ttir)
+    registers, stack = found["REG"], found["STACK"]
+    return Compiled(name, registers, stack, shared, spills, ptx, assembler, wrong, _serialized(listing), ttir)
+
+
+def _serialized(listing: str) -> bool:
+    """Whether machine code waits as often as it begins products. In order, only the last of a sum is waited for."""
+    products, waits = (len(re.findall(x, listing)) for x in (r"\bHGMMA\b", r"\bWARPGROUP\.DEPBAR\b"))
+    return products > 1 and waits >= products

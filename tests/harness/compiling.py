@@ -11,7 +11,7 @@ from flexsp.testing.ranks import run_ranks
 
 __all__ = ["described", "in_child", "told_of"]
 
-SEEN = ("name", "registers", "stack", "shared", "spills", "assembler", "unwritten")
+SEEN = ("name", "registers", "stack", "shared", "spills", "assembler", "unwritten", "serialized")
 FOUND = ("waits_first", "uneven_sums", "drops_nan", "races")
 
 

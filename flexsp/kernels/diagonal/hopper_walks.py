@@ -180,12 +180,23 @@ def _store_rows(to, rows, length, stride):
 
 
 @gluon.jit
-def _with_state(X, put, rows):
-    """Sums over columns of X^T times what `put` [128, C] and rows [C, 128] add to the other state. [128]"""
-    layout: gl.constexpr = _products(128)
-    zeros = gl.zeros([_U, 128], gl.float32, layout)
-    added = warpgroup_mma_wait(0, [warpgroup_mma(put, rows, zeros, use_acc=False, is_async=True)])
-    return gl.sum(X * added, axis=1)
+def _rest(X):
+    """What a state loses in bf16, in bf16."""
+    return (X - X.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)
+
+
+@gluon.jit
+def _weighted(u, gates, b_end, scale, layout: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr):
+    """Columns of rows u as they are, and as the state takes them up: left operands."""
+    own = u.permute((1, 0)).load(layout)
+    put = own
+    if GATED:
+        writes = gates.load(gl.SliceLayout(0, layout))
+        writes = power(writes) * scale if REVERSE else power(b_end - writes)
+        put = (put.to(gl.float32) * writes[None, :]).to(gl.bfloat16)
+    elif REVERSE:
+        put = (put.to(gl.float32) * scale).to(gl.bfloat16)
+    return own, put
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg"])
@@ -206,8 +217,8 @@ def walk_kernel(
     ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end.
 
     SUMS: x [B, T, *, U] is read as u is, and all in fp32 is left of_tokens [B, H, chunks, tiles, 8, C], x_i times out_i
-    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], rows of X times
-    what the chunk adds to the other state, and to the left of_pairs [B, H, chunks, tiles, C / 16, C], pairs of the
+    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], sums of x_i times
+    what it reads of X over all tokens, with X in two parts of bf16, and to the left of_pairs [B, H, chunks, tiles, C / 16, C], pairs of the
     chunk, and edges [tiles, B, n_seg, H], X times the state `other` at the segment's edge. ENDS, to the right: edges
     [N, H, tiles, 128] are rows of X times `other` [N, H, ...] where packed documents end. SKIPS, to the left: of_skip
     [B, H, chunks, 2, C], the inner products of r and w of one token.
@@ -304,15 +315,6 @@ def walk_kernel(
         b_end = b_next
         if GATED:
             b_next = gl.load(gate + later * C + C - 1)
-        if SUMS:
-            mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
-            reading = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
-            reading = power(b_end - reading) if REVERSE else power(reading) * scale
-            read = (mine.to(gl.float32) * reading[None, :]).to(gl.bfloat16)
-            by_row = _with_state(X, read, of_r.slice(0, 128, 1))
-            if N == 256:
-                by_row += _with_state(Y, read, of_r.slice(128, 128, 1))
-            _store_numbers(of_states + at_sums * _U, by_row)
         held = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_OUT)
         found = warpgroup_mma(
             held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
@@ -321,18 +323,25 @@ def walk_kernel(
         _store_rows(to_out, outs.index(0), length, out_st)  # of the chunk before
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         to_out = out + start * out_st
-        put = of_u.permute((1, 0)).load(LEFT_OF_STATE)
-        own = put
-        if GATED:
-            writes = of_write.load(gl.SliceLayout(0, LEFT_OF_STATE))
-            writes = power(writes) * scale if REVERSE else power(b_end - writes)
-            put = (put.to(gl.float32) * writes[None, :]).to(gl.bfloat16)
-        elif REVERSE:
-            put = (put.to(gl.float32) * scale).to(gl.bfloat16)
-        found = warpgroup_mma_wait(0, [found])
-        if N == 256:
-            held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
-            found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
+        if SUMS:
+            # States go through the waits, so that no operand is made before the one before it may go: registers are
+            # few, and where they do not suffice, ptxas has all products of the kernel wait for each other.
+            found, X = warpgroup_mma_wait(0, [found, X])
+            held = gl.convert_layout(_rest(X), LEFT_OF_OUT)
+            found = warpgroup_mma(held, of_r.slice(0, 128, 1).permute((1, 0)), found, is_async=True)
+            if N == 256:
+                found, Y = warpgroup_mma_wait(0, [found, Y])
+                held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
+                found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
+                found, Y = warpgroup_mma_wait(0, [found, Y])
+                held = gl.convert_layout(_rest(Y), LEFT_OF_OUT)
+                found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
+        else:
+            own, put = _weighted(of_u, of_write, b_end, scale, LEFT_OF_STATE, REVERSE, GATED)
+            found = warpgroup_mma_wait(0, [found])
+            if N == 256:
+                held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
+                found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
         if GATED:
             X = X * power(b_end)
             if N == 256:
@@ -340,12 +349,19 @@ def walk_kernel(
         found = warpgroup_mma_wait(0, [found])
         if GATED:
             reads = of_read.load(gl.SliceLayout(0, OUT))
-            found = found * (power(b_end - reads) if REVERSE else power(reads) * scale)[None, :]
+            reads = power(b_end - reads) if REVERSE else power(reads) * scale
+            if SUMS:
+                # x rounded as the other state has it: so what one walk adds to its state cancels here to fp32.
+                mine = gl.convert_layout(xs.index(s).permute((1, 0)).load(LEFT_OF_STATE), OUT)
+                exact = found * (mine.to(gl.float32) * reads[None, :]).to(gl.bfloat16).to(gl.float32)
+                _store_numbers(of_states + at_sums * _U, gl.sum(exact, axis=1))
+                if not REVERSE:
+                    _column_sums(of_tokens + at_sums * (_U // 16) * C, exact)
+            found = found * reads[None, :]
         elif not REVERSE:
             found = found * scale
-        if SUMS and not REVERSE:
-            mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
-            _column_sums(of_tokens + at_sums * (_U // 16) * C, found * gl.convert_layout(mine, OUT).to(gl.float32))
+        if SUMS:  # here, since registers are few
+            own, put = _weighted(of_u, of_write, b_end, scale, LEFT_OF_STATE, REVERSE, GATED)
         if BY_TOKEN:
             i = gl.arange(0, C, gl.SliceLayout(0, OUT))
             weights = gl.load(skip + (start + i) * skip_st, mask=i < length, other=0.0)

@@ -27,7 +27,7 @@ from flexsp.runtime.kept import keep
 if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
 
-__all__ = ["Engine", "asks_for_kernels", "last_in_backward_chain", "register"]
+__all__ = ["Engine", "asks_for_kernels", "last_in_backward_chain", "neighbours", "register"]
 
 Optional = torch.Tensor | None
 _E = TypeVar("_E", bound="Engine")
@@ -176,6 +176,11 @@ def register(engine: type[Engine], numbers_of_tensors: Iterable[int]) -> None:
     operators.define_kind(engine.kind, engine.of, engine.title, IN_PYTORCH)
     for number in numbers_of_tensors:
         operators.serve(number)
+
+
+def neighbours(sp: SequenceParallel | None) -> tuple[bool, bool]:
+    """Whether a rank waits for states of this one, and whether one waits for their gradients."""
+    return (False, False) if sp is None else (not sp.is_last, sp.rank > 0)
 
 
 def last_in_backward_chain(sp: SequenceParallel | None) -> bool:

@@ -279,7 +279,12 @@ class SegmentedPlan(LaunchPlan):
     States at the edges of segments are "@states" and "@dstates" [B, segments + 1, H, ...]. Where documents are packed,
     walks read and write the states of each document, and "@cut" says in which segments one begins; else the states of a
     sequence are the first and the last of these.
+
+    Attributes:
+        neighbours: whether a rank waits for states of this one, and whether one waits for their gradients.
     """
+
+    neighbours: tuple[bool, bool] = (True, True)
 
     @property
     def carried(self) -> str | None:
@@ -291,16 +296,17 @@ class SegmentedPlan(LaunchPlan):
         return "@cut" if self.n_docs else None
 
     @abstractmethod
-    def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
-        """What segments leave, with documents' `initial` states; `zero` is written as the state before the first."""
+    def summarize(self, initial: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
+        """What segments leave, with documents' `initial` states; `zero` is written as the state before the first.
+        `onward`: what the last one leaves is read."""
 
     @abstractmethod
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
         """The outputs, and states of documents."""
 
     @abstractmethod
-    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
-        """The same backward, with gradients of documents' final states, `last`."""
+    def summarize_backward(self, last: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
+        """The same backward, with gradients of documents' final states, `last`. `onward`: of the first segment."""
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """Gradients that need none of states, where they are made while the neighbour's states are on their way."""
@@ -326,7 +332,10 @@ class SegmentedPlan(LaunchPlan):
     def forward(self) -> list[LaunchSpec]:
         given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
         return [
-            *self.summarize(self.in_walk(given), zero=self.n_docs > 0 or not self.initial),
+            *self.summarize(
+                self.in_walk(given), zero=self.n_docs > 0 or not self.initial,
+                onward=self.neighbours[0] or self.returns_final,
+            ),
             *([] if self.n_chunks else [zeroed("@states", *named(self.carried))]),
             *(self.copied_unless_packed("@states", "@initial", slots=(0, None)) if given else []),
             scan("@states", self.carried, self.cut, reverse=False),
@@ -337,7 +346,9 @@ class SegmentedPlan(LaunchPlan):
     def backward(self, dfinal: bool, dinitial: bool, wanted: Collection[str] = ()) -> list[LaunchSpec]:
         last, to = self.in_walk("@dfinal" if dfinal else None), self.in_walk("@dinitial" if dinitial else None)
         return [
-            *self.summarize_backward(last, zero=self.n_docs > 0 or not dfinal),
+            *self.summarize_backward(
+                last, zero=self.n_docs > 0 or not dfinal, onward=self.neighbours[1] or dinitial
+            ),
             *([] if self.n_chunks else [zeroed("@dstates", *self.sums(wanted))]),
             *(self.copied_unless_packed("@dstates", "@dfinal", slots=(self.n_seg, None)) if dfinal else []),
             *self.before_scan(last, wanted),

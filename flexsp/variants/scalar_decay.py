@@ -51,7 +51,7 @@ class _ScalarDecay(Lowering):
         from flexsp.devices import of_device
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
         from flexsp.kernels.diagonal.tiling import tiling_of
-        from flexsp.kernels.engine import last_in_backward_chain
+        from flexsp.kernels.engine import last_in_backward_chain, neighbours
 
         looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
         if not self.serves(code, looks):
@@ -60,7 +60,10 @@ class _ScalarDecay(Lowering):
         tiling = tiling_of(given.dtype, given.B, given.T, given.H, K, V, n_docs, of_device(given.device))
         program, dq_first = code.program, last_in_backward_chain(sp)
         description, scale = program.description(given.dtype, n_docs > 0), program.meta.numbers["scale"]
-        return DiagonalPlan(tiling, given.dtype, _gate(program), scale, initial, returns_final, dq_first, description)
+        return DiagonalPlan(
+            tiling, given.dtype, _gate(program), scale, initial, returns_final, dq_first, description,
+            neighbours=neighbours(sp),
+        )  # fmt: skip
 
     def in_pytorch(
         self, program: Program, inputs: dict[str, torch.Tensor], initial: torch.Tensor | None,

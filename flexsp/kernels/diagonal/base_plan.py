@@ -28,6 +28,7 @@ class BasePlan(SegmentedPlan):
         dq_first: dq is walked before the gradients of states come in.
         values: the type of v and of the outputs; None for `dtype`.
         key_heads: heads of q and k, each of which some heads of v share; None for one each.
+        neighbours: as in `SegmentedPlan`.
     """
 
     tiling: Tiling
@@ -40,6 +41,7 @@ class BasePlan(SegmentedPlan):
     description: str
     values: torch.dtype | None = None
     key_heads: int | None = None
+    neighbours: tuple[bool, bool] = (True, True)
     writing: ClassVar[str | None] = None  # the gates of keys, where these have their own
     skip: ClassVar[str | None] = None  # the input of weights of v in the outputs: of heads, or "w" of tokens
 

@@ -148,12 +148,12 @@ class DiagonalPlan(BasePlan):
     def carried(self) -> str | None:
         return None if self.gate is None else "@decay"
 
-    def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize(self, initial: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
         gates = [] if self.gate is None else [self.gate_sums(self.gate)]
-        return [*gates, self._summarize("k", "v", "@states", initial, reverse=False, zero=zero)]
+        return [*gates, self._summarize("k", "v", "@states", initial, REVERSE=False, ZERO=zero, ONWARD=onward)]
 
-    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
-        return [self._summarize("q", "do", "@dstates", last, reverse=True, zero=zero)]
+    def summarize_backward(self, last: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
+        return [self._summarize("q", "do", "@dstates", last, REVERSE=True, ZERO=zero, ONWARD=onward)]
 
     def before_scan(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         if self.shared is not None:
@@ -205,13 +205,13 @@ class DiagonalPlan(BasePlan):
             "gate_kernel", (p.n_chunks, p.B * p.H, 1), [gate, "@gates"], ["@gates"], (*strides, p.T, p.H), C=p.chunk
         )
 
-    def _summarize(self, x: str, y: str, states: str, boundary: str | None, *, reverse: bool, zero: bool) -> LaunchSpec:
-        tile, p, writing = self.tiling.tiles.summarize, self.tiling, None if reverse else self.writing
+    def _summarize(self, x: str, y: str, states: str, boundary: str | None, **constants: bool) -> LaunchSpec:
+        tile, p, writing = self.tiling.tiles.summarize, self.tiling, None if constants["REVERSE"] else self.writing
         return self.walk(
             "summarize_kernel", tile, _count(p.K, tile.bk) * _count(p.V, tile.bv),
             [x, y, self.gates, writing, states, self.carried, self.cut, boundary],
-            named(states, self.carried, self.cut), [x, y, *self.gate_strides], REVERSE=reverse,
-            BOUNDARY=boundary is not None, ZERO=zero, STEPS=writing is not None, X_GROUP=self.group,
+            named(states, self.carried, self.cut), [x, y, *self.gate_strides], None, BOUNDARY=boundary is not None,
+            STEPS=writing is not None, X_GROUP=self.group, **constants,
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:

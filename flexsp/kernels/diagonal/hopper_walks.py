@@ -217,11 +217,11 @@ def walk_kernel(
     ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end.
 
     SUMS: x [B, T, *, U] is read as u is, and all in fp32 is left of_tokens [B, H, chunks, tiles, 8, C], x_i times out_i
-    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], sums of x_i times
-    what it reads of X over all tokens, with X in two parts of bf16, and to the left of_pairs [B, H, chunks, tiles, C / 16, C], pairs of the
-    chunk, and edges [tiles, B, n_seg, H], X times the state `other` at the segment's edge. ENDS, to the right: edges
-    [N, H, tiles, 128] are rows of X times `other` [N, H, ...] where packed documents end. SKIPS, to the left: of_skip
-    [B, H, chunks, 2, C], the inner products of r and w of one token.
+    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], sums over tokens of
+    x_i times what it reads of X, which is then in two parts of bf16, and to the left of_pairs [B, H, chunks, tiles, C /
+    16, C], pairs of the chunk, and edges [tiles, B, n_seg, H], X times the state `other` at the segment's edge. ENDS,
+    to the right: edges [N, H, tiles, 128] are rows of X times `other` [N, H, ...] where packed documents end. SKIPS, to
+    the left: of_skip [B, H, chunks, 2, C], the inner products of r and w of one token.
     """
     begin(PDL)
     u0, row, seg = gl.program_id(0) * _U, gl.program_id(1), gl.program_id(2)
@@ -320,22 +320,24 @@ def walk_kernel(
             held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
             is_async=True,
         )  # fmt: skip
+        if SUMS and N == 128:
+            low = gl.convert_layout(_rest(X), LEFT_OF_OUT)
+            found = warpgroup_mma(low, of_r.slice(0, 128, 1).permute((1, 0)), found, is_async=True)
         _store_rows(to_out, outs.index(0), length, out_st)  # of the chunk before
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         to_out = out + start * out_st
-        if SUMS:
+        if SUMS and N == 256:
             # States go through the waits, so that no operand is made before the one before it may go: registers are
             # few, and where they do not suffice, ptxas has all products of the kernel wait for each other.
             found, X = warpgroup_mma_wait(0, [found, X])
             held = gl.convert_layout(_rest(X), LEFT_OF_OUT)
             found = warpgroup_mma(held, of_r.slice(0, 128, 1).permute((1, 0)), found, is_async=True)
-            if N == 256:
-                found, Y = warpgroup_mma_wait(0, [found, Y])
-                held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
-                found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
-                found, Y = warpgroup_mma_wait(0, [found, Y])
-                held = gl.convert_layout(_rest(Y), LEFT_OF_OUT)
-                found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
+            found, Y = warpgroup_mma_wait(0, [found, Y])
+            held = gl.convert_layout(Y.to(gl.bfloat16), LEFT_OF_OUT)
+            found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
+            found, Y = warpgroup_mma_wait(0, [found, Y])
+            held = gl.convert_layout(_rest(Y), LEFT_OF_OUT)
+            found = warpgroup_mma(held, of_r.slice(128, 128, 1).permute((1, 0)), found, is_async=True)
         else:
             own, put = _weighted(of_u, of_write, b_end, scale, LEFT_OF_STATE, REVERSE, GATED)
             found = warpgroup_mma_wait(0, [found])
@@ -360,7 +362,7 @@ def walk_kernel(
             found = found * reads[None, :]
         elif not REVERSE:
             found = found * scale
-        if SUMS:  # here, since registers are few
+        if SUMS and N == 256:  # here, since registers are few
             own, put = _weighted(of_u, of_write, b_end, scale, LEFT_OF_STATE, REVERSE, GATED)
         if BY_TOKEN:
             i = gl.arange(0, C, gl.SliceLayout(0, OUT))

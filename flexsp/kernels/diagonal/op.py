@@ -11,7 +11,7 @@ from flexsp.kernels import functions
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.tiling import NAME, make_tiling
-from flexsp.kernels.engine import Engine, asks_for_kernels, register
+from flexsp.kernels.engine import Engine, asks_for_kernels, neighbours, register
 from flexsp.kernels.functions import Like
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Diagonal(Engine):
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2], "w" in self.names,
+            q.shape[2], neighbours(asked.group), "w" in self.names,
         )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class Ssd(Engine):
         softplus, bias, skips = (x in self.words for x in ("softplus", "dt_bias", "D"))
         return SsdPlan(
             tiling, q.dtype, "dt", asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2],
+            q.shape[2], neighbours(asked.group),
             softplus=softplus, bias=bias, skips=skips, limits=self.limits, dt_dtype=dt.dtype,
         )  # fmt: skip
 

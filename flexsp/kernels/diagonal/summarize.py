@@ -101,6 +101,7 @@ def summarize_kernel(
     PACKED: tl.constexpr,
     BOUNDARY: tl.constexpr,
     ZERO: tl.constexpr,
+    ONWARD: tl.constexpr,
     GATED: tl.constexpr,
     STEPS: tl.constexpr,
     X_GROUP: tl.constexpr,
@@ -111,8 +112,9 @@ def summarize_kernel(
     """states [B, n_seg + 1, H, K, V]: F of segment s into slot s + 1, or G into slot s if REVERSE.
 
     boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
-    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. X_GROUP heads share rows of x. STEPS: keys have gates
-    of their own, `writing` (see `step_kernel`).
+    enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. Unless ONWARD nobody reads what the last segment (the
+    first if REVERSE) adds, and it adds 0. X_GROUP heads share rows of x. STEPS: keys have gates of their own, `writing`
+    (see `step_kernel`).
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -139,6 +141,8 @@ def summarize_kernel(
             n1 = c0 + walked
         else:
             n0 = c1 - walked
+    if not ONWARD:
+        n0 = tl.where(seg == (0 if REVERSE else n_seg - 1), n1, n0)
     S = tl.zeros([BK, BV], tl.float32)
     for n in range(n0, n1):
         c = n1 - 1 - (n - n0) if REVERSE else n

@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels import functions
-from flexsp.kernels.engine import Engine, asks_for_kernels, register
+from flexsp.kernels.engine import Engine, asks_for_kernels, neighbours, register
 from flexsp.kernels.functions import Like
 from flexsp.kernels.operators import Asked
 from flexsp.kernels.selective import in_pytorch
@@ -49,7 +49,10 @@ class _Selective(Engine):
 
         u, delta, *_ = asked.tensors
         initial = asked.initial is not None
-        return SelectivePlan(tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.description)
+        return SelectivePlan(
+            tiling, self.computes, u.dtype, delta.dtype, initial, asked.want_final, self.description,
+            neighbours(asked.group),
+        )  # fmt: skip
 
 
 register(_Selective, range(5, 9))

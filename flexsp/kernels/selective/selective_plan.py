@@ -65,6 +65,7 @@ class SelectivePlan(SegmentedPlan):
     Attributes:
         dtype: of u.
         delta: the dtype of delta, which may be another.
+        neighbours: as in `SegmentedPlan`.
     """
 
     tiling: ChannelTiling
@@ -74,6 +75,7 @@ class SelectivePlan(SegmentedPlan):
     initial: bool
     returns_final: bool
     description: str
+    neighbours: tuple[bool, bool] = (True, True)
     filler: ClassVar[str] = "u"
     kernels: ClassVar[dict[str, Any]] = by_name(
         walks.summarize_kernel, walks.output_kernel, walks.summarize_backward_kernel, walks.chunk_states_kernel,
@@ -122,13 +124,13 @@ class SelectivePlan(SegmentedPlan):
 
     # Launches
 
-    def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize(self, initial: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
         return [
             step("padded", _padded, ("B", "C"), ("@B", "@C")),
             self._walk(
                 "summarize_kernel", ["u", "delta", "A", "@B", self._bias, "@states", "@decay", self.cut, initial],
                 named("@states", "@decay", self.cut), ["u", "delta"],
-                ZOH=self.form.zoh, INITIAL=initial is not None, ZERO=zero,
+                ZOH=self.form.zoh, INITIAL=initial is not None, ZERO=zero, ONWARD=onward,
             ),
         ]  # fmt: skip
 
@@ -141,12 +143,13 @@ class SelectivePlan(SegmentedPlan):
             GATE=self.form.gate,
         )]  # fmt: skip
 
-    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
         return [
             step("padded", _padded, ("B", "C"), ("@wide_B", "@wide_C")),
             self._walk(
                 "summarize_backward_kernel", ["delta", "A", "@wide_C", self._z, self._bias, "do", "@dstates", last],
-                ["@dstates"], ["delta", self._z or "u", "do"], FINAL=last is not None, ZERO=zero, GATE=self.form.gate,
+                ["@dstates"], ["delta", self._z or "u", "do"], FINAL=last is not None, ZERO=zero, ONWARD=onward,
+                GATE=self.form.gate,
             ),
         ]  # fmt: skip
 

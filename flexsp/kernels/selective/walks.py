@@ -240,11 +240,12 @@ def summarize_kernel(
     u_sb, u_st, u_sh, e_sb, e_st, e_sh, T, n_seg, n_chunks, per_seg,
     D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
     SOFTPLUS: tl.constexpr, BIAS: tl.constexpr, ZOH: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    ZERO: tl.constexpr, PDL: tl.constexpr,
+    ZERO: tl.constexpr, ONWARD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """states [batch, n_seg + 1, D, N]: what segment s adds in slot s + 1; its log decay in decay [batch, n_seg, D, N].
 
-    ZERO: nothing enters the rank, so slot 0 becomes 0. initial [n_docs, D, N]: states before packed documents.
+    ZERO: nothing enters the rank, so slot 0 becomes 0. Unless ONWARD nobody reads what the last segment leaves: it is
+    not walked. initial [n_docs, D, N]: states before packed documents.
     """
     begin(PDL)
     d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
@@ -258,6 +259,8 @@ def summarize_kernel(
     t, left, doc, first, last = group_of(table, group, T, C, PACKED)
     u0, u1, u2, u3 = rows_of(u + b * u_sb, t, left, u_st, head * u_sh + p, valid)
     e0, e1, e2, e3 = rows_of(steps, t, left, e_st, e_at, valid)
+    if not ONWARD:
+        until = tl.where(seg == n_seg - 1, group, until)
     for i in range(group, until):
         at, there = t, left
         if PACKED:
@@ -344,10 +347,11 @@ def summarize_backward_kernel(
     e_sb, e_st, e_sh, z_sb, z_st, z_sh, o_sb, o_st, o_sh, T, n_seg, n_chunks, per_seg,
     D: tl.constexpr, N: tl.constexpr, P: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, C: tl.constexpr,
     SOFTPLUS: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, ZERO: tl.constexpr,
-    GATE: tl.constexpr, PDL: tl.constexpr,
+    ONWARD: tl.constexpr, GATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dstates [batch, n_seg + 1, D, N]: what segment s adds, from right to left, to the gradient of the state before it
-    in slot s. ZERO: nothing enters, so slot n_seg becomes 0. dfinal: of packed documents."""
+    in slot s. ZERO: nothing enters, so slot n_seg becomes 0. Unless ONWARD nobody reads what the first segment leaves:
+    it is not walked. dfinal: of packed documents."""
     begin(PDL)
     d, valid, head, p, b, seg, padded, steps, e_at, inside, shift, rates, rates2 = channels_of(
         delta, A, bias, e_sb, e_sh, T, D, N, P, BD, BN, C, BIAS
@@ -362,6 +366,8 @@ def summarize_backward_kernel(
     z0, z1, z2, z3 = y0, y1, y2, y3
     if GATE:
         z0, z1, z2, z3 = rows_of(z + b * z_sb, t, left, z_st, z_at, valid)
+    if not ONWARD:
+        until = tl.where(seg == 0, group, until)
     for i in range(group, until):
         at, there, begins = t, left, first
         if PACKED:

@@ -68,7 +68,7 @@ class VectorPlan(SegmentedPlan):
 
     # Launches
 
-    def summarize(self, initial: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize(self, initial: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
         return [self._walk(
             "summarize_kernel", ["x", "g", "@states", "@decay", self.cut, initial],
             named("@states", "@decay", self.cut), ["x", "g"], INITIAL=initial is not None, ZERO=zero,
@@ -80,7 +80,7 @@ class VectorPlan(SegmentedPlan):
             ["x", "g"], INITIAL=initial is not None, FINAL=final is not None,
         )]  # fmt: skip
 
-    def summarize_backward(self, last: str | None, *, zero: bool) -> list[LaunchSpec]:
+    def summarize_backward(self, last: str | None, *, zero: bool, onward: bool) -> list[LaunchSpec]:
         return [self._walk(
             "summarize_backward_kernel", ["g", "do", "@dstates", last], ["@dstates"], ["g", "do"],
             FINAL=last is not None, ZERO=zero,

@@ -42,11 +42,13 @@ def by_gates(sp: Any, seed: int, pieces: int) -> dict[str, list[float]]:
 
     made, errors = torch.Generator().manual_seed(seed), {}
     shapes = {"q": (1, 150, 2, 18), "k": (1, 150, 2, 18), "v": (1, 150, 6, 7), "g": (1, 150, 6), "g_gamma": (6,)}
+    shapes["i"] = (1, 150, 6)
     drawn = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
-    drawn |= {"g": -drawn["g"].abs(), "g_gamma": -drawn["g_gamma"].abs()}
+    drawn |= {name: -drawn[name].abs() for name in ("g", "g_gamma", "i")}
+    drawn["i"][:, 20:150:7] = -torch.inf
     do = torch.randn(1, 150, 6, 7, generator=made, dtype=torch.float64)
-    for gate in ("", "g", "g_gamma"):
-        exact = {name: drawn[name].clone().requires_grad_() for name in ("q", "k", "v", gate) if name}
+    for gate in ("", "g", "g_gamma", "g i"):
+        exact = {name: drawn[name].clone().requires_grad_() for name in ("q", "k", "v", *gate.split())}
         own = {name: x.repeat_interleave(3, 2) if name in "qk" else x for name, x in exact.items()}
         diagonal(**own, scale=0.3)[0].backward(do)
         given = {name: x.detach().float().requires_grad_() for name, x in exact.items()}
@@ -58,6 +60,6 @@ def by_gates(sp: Any, seed: int, pieces: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_of_other_gates(pieces: int) -> None:
-    """No decay, gates of tokens, gates of heads."""
+    """No decay, gates of tokens, gates of heads, gates of tokens and of what they write."""
     (errors,) = run_ranks(by_gates, 1, random.randrange(2**31), pieces, env=INTERPRETED)
     assert max(max(x) for x in errors.values()) < 1e-5, errors

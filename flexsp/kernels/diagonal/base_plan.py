@@ -40,7 +40,7 @@ class BasePlan(SegmentedPlan):
     description: str
     values: torch.dtype | None = None
     key_heads: int | None = None
-    writing: ClassVar[str | None] = None  # the gates of keys, where these have their own
+    writing: ClassVar[str | None] = None  # the gates of keys, where these have their own: see `gate_kernel`
     skip: ClassVar[str | None] = None  # the input of weights of v in the outputs: of heads, or "w" of tokens
 
     @property

@@ -59,8 +59,8 @@ def chunk_mlstm(
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
-        k: [B, T, H, K] in the same dtype. The kernels read i'_t k_t in it, but of float16 in float32, whose range the
-            sums over tokens and the weights need. The denominator is made of k as it is and of i'_t in float32.
+        k: [B, T, H, K] in the same dtype. Kernels read it as it is, but of float16 in float32, whose range the sums
+            over tokens need, and i'_t in float32 beside it.
         v: [B, T, H, V] in the same dtype; V of 1..512.
         i: input gates before their exponential, natural logarithms [B, T, H]; q's dtype or float32. -inf writes
             nothing.

@@ -139,6 +139,8 @@ DIAGONAL = [
          "gradients of write gates are of one part of the channels", _ENGINE + "test_dk_and_dv_from_one_walk[2]"),
         ('            return "@writes", 1\n', '            return "@writes", 2\n',
          "write gates where heads share keys have the gradients of the next chunk too", _OTHER_GATES),
+        ('("i" in wanted and self.shared is not None)', "False", "write gates where heads share keys want decays' gradients",
+         _OTHER_GATES),
         ("to, steps=self.write_gates, skip", "to, steps=False, skip", "write gates where heads share keys have no gradient",
          _OTHER_GATES),
         ('return self.gate in wanted or "i" in wanted', "return self.gate in wanted",

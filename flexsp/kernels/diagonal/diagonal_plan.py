@@ -192,7 +192,9 @@ class DiagonalPlan(BasePlan):
         return [*dq, *dkv, *self.gate_gradients(last, wanted)]
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        found = [self.gate_grad(gradient_of(str(self.gate)), last)] if self.of_gate(wanted) else []
+        found = []
+        if self.gate in wanted or ("i" in wanted and self.shared is not None):  # which adds parts up for both
+            found.append(self.gate_grad(gradient_of(str(self.gate)), last))
         if "i" in wanted:
             found.append(self._token_sums(*self.of_keys, "d_i"))
         if "w" in wanted:

@@ -62,7 +62,7 @@ def by_gates(sp: Any, seed: int, pieces: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_of_other_gates(pieces: int) -> None:
-    """No decay, gates of tokens, gates of heads, gates of tokens and of what they write, whose gradients may be the only
-    ones."""
+    """No decay, gates of tokens, gates of heads, gates of tokens and of what they write, whose gradients may be the
+    only ones."""
     (errors,) = run_ranks(by_gates, 1, random.randrange(2**31), pieces, env=INTERPRETED)
     assert max(max(x) for x in errors.values()) < 1e-5, errors

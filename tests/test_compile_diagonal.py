@@ -54,12 +54,14 @@ SLOW = ["bf16 64", "fp32 128", "bf16 256, write gates", "bf16 128, write gates",
         "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed", "bf16 Mamba-2 64, blocks",
         "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
-TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3")]
+TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3"),
+            *slow("bf16 256, write gates", "bf16 128, write gates")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
     (3, 6): {
         "bf16 128": {"dkv_kernel": 176}, "bf16 64": {}, "bf16 Mamba-3": {"output_kernel": 48, "dkv_kernel": 48},
         "bf16 Mamba-2": {"output_kernel": 24, "shared_keys_kernel": 16},
         "bf16 256": {"walk_kernel": 104}, "bf16 256, no decay": {},
+        "bf16 256, write gates": {"walk_kernel": 120}, "bf16 128, write gates": {"dkv_kernel": 184},
     },
 }
 _SIZES = ": sizes"

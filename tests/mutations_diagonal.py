@@ -13,6 +13,8 @@ _EDGES = "tests/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
 _WEIGHTS = _ENGINE + "test_plain[weights, simple_gla]"
+_WRITES = _ENGINE + "test_plain[write gates, simple_gla]"
+_OTHER_GATES = "tests/test_shared_keys.py::test_of_other_gates"
 _OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
 _OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
 _LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
@@ -131,9 +133,25 @@ DIAGONAL = [
          _SSD),
     ),
     *_in(
-        "flexsp/kernels/diagonal/ssd_plan.py",
-        ('"@writes" if self._exact or self.shared is not None else "@of_steps"', '"@writes"',
-         "steps' gradients leave out pairs in a chunk", _SSD),
+        "flexsp/kernels/diagonal/diagonal_plan.py",
+        ('"@writes" if self._exact else "@of_steps"', '"@writes"', "steps' gradients leave out pairs in a chunk", _SSD),
+        ('"@of_steps", self._dk_tiles * self._parts(self.tiling.tiles.dk)', '"@of_steps", 1',
+         "gradients of write gates are of one part of the channels", _ENGINE + "test_dk_and_dv_from_one_walk[2]"),
+        ('            return "@writes", 1\n', '            return "@writes", 2\n',
+         "write gates where heads share keys have the gradients of the next chunk too", _OTHER_GATES),
+        ('("i" in wanted and self.shared is not None)', "False", "write gates where heads share keys want decays' gradients",
+         _OTHER_GATES),
+        ("to, steps=self.write_gates, skip", "to, steps=False, skip", "write gates where heads share keys have no gradient",
+         _OTHER_GATES),
+        ('return self.gate in wanted or "i" in wanted', "return self.gate in wanted",
+         "write gates have gradients only where decays have", _ENGINE + "test_weights_of_tokens"),
+        ("(write,)\n", "(1, 0, 0)\n", "all tokens have the first one's write gate", _WRITES),
+    ),
+    *_in(
+        "flexsp/kernels/primitives.py",
+        ("decay - log * LOG2E", "decay - log", "write gates are not natural logarithms", _WRITES),
+        ("at = write + (row // H).to(tl.int64) * w_sb + (row % H)", "at = write + (row % H)",
+         "write gates are those of the first sequence", _WRITES),
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
@@ -141,6 +159,8 @@ DIAGONAL = [
          "a chunk's decay is its first token's", _REFERENCE + "test_lengths[131-dtype0]"),
         ("torch.where(inside < length", "torch.where(inside <= length", "a chunk reads a token too many",
          _REFERENCE + "test_documents"),
+        ("k.to(dtype) * i.to(dtype).exp()", "k.to(dtype) * i.to(dtype).exp2()", "write gates are powers of two",
+         _REFERENCE + "test_weights_of_tokens"),
         ("found + self.weights * self.v", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
     ),
     *_in(
@@ -177,7 +197,7 @@ DIAGONAL = [
         "flexsp/kernels/diagonal/diagonal_plan.py",
         ('"@edges" if last is None else "@ends"', '"@edges"',
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
-        ('if "w" in wanted else []', 'if self.of_gate(wanted) else []', "weights have gradients only where gates have",
+        ('if "w" in wanted:', 'if self.of_gate(wanted):', "weights have gradients only where gates have",
          _ENGINE + "test_weights_of_tokens"),
     ),
 ]

@@ -31,7 +31,7 @@ _DENOMINATORS = "tests/test_mlstm_kernels.py::test_denominators_are_exact[False]
 MEMORY = [
     *_in(
         "flexsp/ops/mlstm.py",
-        ("log_f + (before - m).transpose(1, 2)", "log_f", "states are not rescaled when the maximum changes", _OPS),
+        ("i=gates.log_weight, scale", "scale", "the numerator has no write gates", _OPS),
         ("torch.where(self.empty.unsqueeze(-1), begun, found)", "found", "empty documents end with another maximum",
          _DOCUMENTS),
         ("c * one[..., None, None], n * one", "c, n * one", "the first maximum has a part of its gradient", _OPS),
@@ -47,8 +47,11 @@ MEMORY = [
     ),
     *_in(
         "flexsp/kernels/mlstm/in_pytorch.py",
-        ("(i.double() - m).exp()", "i.double().exp()", "what is written is not stabilised", _OPS),
-        ("torch.promote_types(dtype, torch.float32)", "dtype", "the weights of keys are rounded",
+        ("log_f + (before - m), ", "log_f, ", "states are not rescaled when the maximum changes", _OPS),
+        ("i.double() - m\n", "i.double()\n", "what is written is not stabilised", _OPS),
+        ("write.exp().to(dtype)", "write.to(torch.bfloat16).exp().to(dtype)", "the weights of keys are rounded",
+         "tests/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
+        ("write.to(dtype), write.exp()", "write.to(torch.bfloat16).to(dtype), write.exp()", "write gates are rounded",
          "tests/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
         ("torch.exp(-m).to(wide)", "torch.exp(0 * m).to(wide)", "the denominator is at least another number", _OPS),
         ("denominator.to(wide).abs()", "denominator.to(wide)", "a negative denominator is cut off", _OPS),
@@ -69,6 +72,10 @@ MEMORY = [
          "what enters a shard does not decay until the block", _GATES),
         ("_then(_last_row(a, of), _last_row(c, of), last_a, last_c)", "_last_row(a, of), _last_row(c, of)",
          "a block is forgotten where blocks are many", _BLOCKS),
+        ("torch.addcmul(of_log, of_weight, weight)", "of_weight * weight",
+         "write gates have no gradient from the numerator", _GATES),
+        ("di = of_weight * weight if", "di = of_weight if", "write gates have the gradients of weights", _GATES),
+        (".to(tl.float64) - now\n", ".to(tl.float64)\n", "write gates are not stabilised", _GATES),
         ("masked_fill(x < MIN_LOG_FORGET, 0.0)", "masked_fill(x > 0, 0.0)", "open gates have no gradient", _GATES),
     ),
     *_in(
@@ -99,11 +106,9 @@ MEMORY = [
     ),
     *_in(
         "flexsp/kernels/mlstm/rows.py",
-        ("grad += tl.load(other + to", "tl.load(other + to", "the second reader's gradient is lost", _ROWS),
-        ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _ROWS),
+        ("tl.exp2((x - n).to(tl.float32)) * tl.exp2(n", "tl.exp2(n", "weights are powers of two", _GATES),
         ('"denominator": denominator.contiguous(), "m"', '"denominator": denominator, "m"',
          "denominators behind strides are misread", _ROWS),
-        ("of_weight += tl.load(dweights", "tl.load(dweights", "weights have no gradient of their own", _ROWS),
         ("slope = tl.where(below < 0, -share, share)", "slope = share", "the sign of the normaliser is lost", _ROWS),
         ("tl.where((least >= tl.abs(below)) | (least != least), least, tl.abs(below)) + eps", "tl.abs(below) + eps",
          "the normaliser has no least", _ROWS),

@@ -74,7 +74,7 @@ OPS = [
     ),
     *_in(
         "flexsp/ops/mlstm.py",
-        ("m[:, -1] if T else entering)", "m[:, -1] if T else begun)", "a last rank without tokens has the first rank's maxima",
+        ("m[:, -1] if T else entering", "m[:, -1] if T else begun", "a last rank without tokens has the first rank's maxima",
          _EDGES + "test_mlstm_with_a_last_rank_without_tokens"),
         ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
     ),

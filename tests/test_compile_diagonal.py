@@ -28,6 +28,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 64": {"dtype": "bfloat16", "K": 64, "V": 64},
     "bf16 256": {"dtype": "bfloat16", "K": 256, "V": 256},
     "bf16 256, no decay": {"dtype": "bfloat16", "K": 256, "V": 128, "gated": False, "learned": False},
+    "bf16 256, write gates": {"dtype": "bfloat16", "K": 256, "V": 256, "writes": True},
+    "bf16 128, write gates": {"dtype": "bfloat16", "K": 128, "V": 128, "writes": True},
     "bf16 200": {"dtype": "bfloat16", "K": 200, "V": 256},
     "fp32 128": {"dtype": "float32", "K": 128, "V": 128},
     "fp32 64": {"dtype": "float32", "K": 64, "V": 64},
@@ -47,16 +49,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
 QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes", "bf16 Mamba-2", "bf16 256"]
-SLOW = ["bf16 64", "fp32 128", "bf16 128, no decay", "bf16 256, no decay", "bf16 200", "bf16 128, fixed decay",
-        "bf16 128, one column", "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed",
-        "bf16 Mamba-2 64, blocks", "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3"]
+SLOW = ["bf16 64", "fp32 128", "bf16 256, write gates", "bf16 128, write gates", "bf16 128, no decay",
+        "bf16 256, no decay", "bf16 200", "bf16 128, fixed decay", "bf16 128, one column",
+        "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed", "bf16 Mamba-2 64, blocks",
+        "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 128, fixed decay"]  # quickly: how much shared memory walks need
-TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3")]
+TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3"),
+            *slow("bf16 256, write gates", "bf16 128, write gates")]
 MAY_SPILL: dict[tuple[int, ...], dict[str, dict[str, int]]] = {  # of a release and a shape; 0 if not here
     (3, 6): {
         "bf16 128": {"dkv_kernel": 176}, "bf16 64": {}, "bf16 Mamba-3": {"output_kernel": 48, "dkv_kernel": 48},
         "bf16 Mamba-2": {"output_kernel": 24, "shared_keys_kernel": 16},
         "bf16 256": {"walk_kernel": 104}, "bf16 256, no decay": {},
+        "bf16 256, write gates": {"walk_kernel": 120}, "bf16 128, write gates": {"dkv_kernel": 184},
     },
 }
 _SIZES = ": sizes"
@@ -70,10 +75,12 @@ BY_CHUNKS = {"chunk_states_kernel", "shared_values_kernel", "shared_keys_kernel"
 def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
     B: int = 1, T: int = 32768, H: int = 32, values: str | None = None, groups: int = 0, weights: bool = False,
+    writes: bool = False,
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
     `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values.
+    `writes`: of tokens' keys.
     """
     import torch
 
@@ -97,6 +104,8 @@ def launches_of(
         given |= {"dt": meta(B, T, H), **{name: meta(H).requires_grad_() for name in ("A", "dt_bias", "D")}}
     elif gated:
         given |= {"g": meta(B, T, H).requires_grad_(learned)}
+    if writes:
+        given |= {"i": meta(B, T, H).requires_grad_()}
     if weights:
         given |= {"w": meta(B, H, T).transpose(1, 2).requires_grad_()}
     with record_launches() as launches:
@@ -140,7 +149,7 @@ def test_shared_memory(name: str) -> None:
     missing |= {"gate_grad_kernel"} if "decay" in name else set()
     if "Mamba-2" in name:
         missing |= {"gate_kernel"}
-    missing |= set() if "Mamba-3" in name else {"token_sums_kernel"}
+    missing |= set() if "Mamba-3" in name or "write gates" in name else {"token_sums_kernel"}
     of_mamba2 = OF_MAMBA2 if "Mamba-2" in name else set()
     if name.startswith("bf16 Mamba-2") and CONFIGS[name]["K"] <= 128:  # larger states are walked
         missing |= {"dq_kernel", "dkv_kernel", "gate_grad_kernel"}

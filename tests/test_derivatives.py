@@ -158,7 +158,6 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
-    "flexsp.kernels.mlstm.rows._Weighted": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))

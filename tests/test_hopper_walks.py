@@ -17,8 +17,8 @@ from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.marks import slow
 
 Tensors = dict[str, torch.Tensor]
-TOKENS = {"q", "k", "v", "g", "w", "x", "dt", "B", "C"}
-BF16 = TOKENS - {"g", "w"}
+TOKENS = {"q", "k", "v", "g", "i", "w", "x", "dt", "B", "C"}
+BF16 = TOKENS - {"g", "i", "w"}
 BOUNDS = (0, 0, 61, 62, 127, 127, 150)  # of 160 tokens
 
 
@@ -37,9 +37,12 @@ def inputs(kind: str, B: int, T: int, K: int, V: int, N: int) -> Tensors:
         x["dt"][:, T // 3 : T // 2] = -300.0  # steps that are 0
     else:
         x = {"q": short(B, T, 2, K), "k": draw(B, T, 2, K), "v": draw(B, T, 2, V)}
-        if kind in ("gates", "weights"):
+        if kind in ("gates", "weights", "write gates"):
             x["g"] = -torch.rand(B, T, 2).double()
             x["g"][:, 25::50] = -90.0
+        if kind == "write gates":
+            x["i"] = -3 * torch.rand(B, T, 2).double()
+            x["i"][:, T // 3 : T // 2] = -torch.inf
         if kind in ("weights", "weights alone"):
             x["w"] = draw(B, T, 2)
         if kind == "a gate a head":
@@ -51,7 +54,8 @@ def oracle(cu_seqlens: torch.Tensor | None, **x: torch.Tensor) -> tuple[torch.Te
     """In float64; zeros behind the last document."""
     first = x["x"] if "x" in x else x["v"]
     end = first.shape[1] if cu_seqlens is None else int(cu_seqlens[-1])
-    w = x.pop("w", None)
+    w, i = x.pop("w", None), x.pop("i", None)
+    x = x if i is None else x | {"k": x["k"] * i.exp().unsqueeze(-1)}
     x = {name: t[:, :end] if name in TOKENS else t for name, t in x.items()}
     if "x" in x:
         y, final = oracles.mamba2_ssd(dt_softplus=True, cu_seqlens=cu_seqlens, **x)
@@ -83,7 +87,7 @@ def errors(sp: Any, seed: int, kind: str, B: int, T: int, K: int, V: int, packed
     else:
         options = {"scale": 0.7, "output_final_state": True}
     op, found = mamba2_ssd if kind == "mamba2" else diagonal, {}
-    wants = [tuple(x), tuple(name for name in x if name not in ("g", "w", "dt", "A", "dt_bias", "D"))]
+    wants = [tuple(x), tuple(name for name in x if name not in ("g", "i", "w", "dt", "A", "dt_bias", "D"))]
     for n, wanted in enumerate(wants):
         with poisoned(2, B * 2):
             got = solve(lambda **t: op(**t, **options, cu_seqlens=cu_seqlens), x, wanted, torch.bfloat16)
@@ -93,7 +97,8 @@ def errors(sp: Any, seed: int, kind: str, B: int, T: int, K: int, V: int, packed
 
 
 CALLS = {
-    "gates": ("gates", 1, 160, 256, 128, True), "weights": ("weights", 2, 130, 128, 256, False),
+    "gates": ("gates", 1, 160, 256, 128, True), "write gates": ("write gates", 1, 80, 128, 256, False),
+    "weights": ("weights", 2, 130, 128, 256, False),
     "Mamba-2": ("mamba2", 1, 160, 256, 128, True),
     "Mamba-2, two sequences": ("mamba2", 2, 65, 256, 256, False), "no gates": ("none", 1, 160, 256, 256, True),
     "weights alone": ("weights alone", 1, 160, 256, 128, True),
@@ -102,7 +107,7 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gates", "Mamba-2", *slow("weights", *[*CALLS][3:])])
+@pytest.mark.parametrize("name", ["gates", "Mamba-2", "write gates", *slow("weights", *[*CALLS][4:])])
 def test_against_the_token_loop(name: str) -> None:
     """Outputs, final states and all gradients, and those without gradients of gates and weights."""
     (found,) = run_ranks(errors, 1, random.randrange(2**31), *CALLS[name], env=INTERPRETED)

@@ -94,28 +94,32 @@ def test_nothing_is_read_before_it_is_written(name: str) -> None:
 def engine_calls() -> Iterator[DiagonalPlan]:
     gates, either = (None, "g", "g_gamma"), (False, True)
     sizes = itertools.product((64, 256), (0, 40, 9000), (0, 3), gates, either, either, either)
-    for K, T, docs, gate, given, early, skips in sizes:
+    for n, (K, T, docs, gate, given, early, skips) in enumerate(sizes):
         q = torch.empty(1 if docs else 2, T, H, K, dtype=BF16, device="meta")
         tiling = make_tiling(q, q, docs)
-        yield DiagonalPlan(tiling, BF16, gate, 0.1, given, not early, early, "", token_skips=skips)
+        writes = gate is not None and n % 3 > 0
+        yield DiagonalPlan(
+            tiling, BF16, gate, 0.1, given, not early, early, "", token_skips=skips, write_gates=writes
+        )  # fmt: skip
 
 
 def test_nothing_is_read_before_it_is_written_in_the_engine() -> None:
     for call in engine_calls():
         skip = {"w"} if call.token_skips else set()
-        inputs = {"q", "k", "v", *([call.gate] if call.gate else []), "@initial", *skip}
+        gates = {*([call.gate] if call.gate else []), *(["i"] if call.write_gates else [])}
+        inputs = {"q", "k", "v", *gates, "@initial", *skip}
         forward = call.forward()
         there = check_order(forward, inputs)
         assert "o" in there and ("@final" in there) == call.returns_final
         kept = {x for x in there if x in call.memory(forward) and call.saved(x)}
         assert kept == {x.name for x in call.buffers.values() if x.role is Role.SAVED}
-        wants = [{"q"}, {"q", call.gate}, {"q", call.gate, *skip}] if call.gate else [{"q"}, {"q", *skip}]
+        wants = [{"q"}, *({"q", x} for x in gates), {"q", *gates, *skip}]
         for dfinal, dinitial, wanted in itertools.product((False, call.returns_final), (False, True), wants):
             backward = call.backward(dfinal, dinitial, wanted)
             after = check_order(backward, inputs | kept | {"do", "@dfinal"})
             walks = [x for x in (*forward, *backward) if x.kind == "walk_kernel" and x.constants["SKIP"]]
             assert all(x.constants["BY_TOKEN"] and "w" in x.numbers for x in walks), "as if they were of heads"
-            gradients = {x for x in after if x in map(gradient_of, ("q", "k", "v", "g", "g_gamma", "w"))}
+            gradients = {x for x in after if x in map(gradient_of, ("q", "k", "v", "g", "g_gamma", "i", "w"))}
             assert gradients == {gradient_of(x) for x in ("q", "k", "v", *wanted)}
             assert ("@dinitial" in after) == dinitial
 

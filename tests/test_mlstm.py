@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.kernels.mlstm import in_pytorch
 from flexsp.nn import MLSTM, SequenceParallelLA
+from flexsp.ops import mlstm
 from flexsp.scan import maxima
 from flexsp.testing.compare import DRAWS, check_op, relative_error
 from flexsp.testing.ranks import run_ranks
@@ -75,11 +75,12 @@ def test_token_by_token(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_keys_are_not_rounded(dtype: torch.dtype) -> None:
-    """Weighted keys are, once; sums of weights are what outputs are divided by."""
-    k, i = torch.randn(1, 65, 2, 8).to(dtype), torch.randn(1, 65, 2)
-    found, want = (in_pytorch.weighted(k, i, i.double() + 1, of) for of in (dtype, torch.float64))
-    assert relative_error(found[2], want[2]) < torch.finfo(torch.float32).eps
-    assert relative_error(found[0], want[0]) < 1.01 * relative_error(want[0].to(dtype), want[0])
+    """Sums of weights are what outputs are divided by."""
+    q, i, f = torch.randn(1, 65, 2, 8).to(dtype), *torch.randn(2, 1, 65, 2).to(dtype).unbind(0)
+    found, _ = mlstm._stabilised(q, i, f, None, 1, None, None)
+    want = (i.double() - found.m).exp()
+    assert relative_error(found.weight, want) < torch.finfo(torch.float32).eps
+    assert relative_error(found.log_weight.double().exp(), want) < 4 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The kernels around mLSTM's engine, in Triton's interpreter: gates, weighted keys, quotients; and the operator."""
+"""The kernels around mLSTM's engine, in Triton's interpreter: gates, quotients; and the operator."""
 
 from __future__ import annotations
 
@@ -52,18 +52,24 @@ def gate_inputs(T: int, H: int, B: int, dtype: torch.dtype, made: torch.Generato
 
 
 def differences(sp: SequenceParallel, seed: int, T: int, H: int, B: int, dtype: torch.dtype, cu: Any) -> list[float]:
-    """Between the gates of kernels and of PyTorch: log_forget, m, final m, and the gradient of f."""
+    """Between the gates of kernels and of PyTorch: log_forget, m, final m, weights and their logarithms where they
+    count, and the gradients of f and of i, of all gates and of each alone."""
     made = torch.Generator().manual_seed(seed)
     f, i = gate_inputs(T, H, B, dtype, made)
     N = B if cu is None else len(cu) - 1
     start = torch.randn(N, H, generator=made) if T % 2 else None
-    bounds, grad = None if cu is None else torch.tensor(cu), torch.randn(B, T, H, generator=made)
+    bounds, grads = None if cu is None else torch.tensor(cu), torch.randn(3, B, T, H, generator=made)
     found = []
     for make in (mlstm._stabilised, mlstm._stabilised_in_kernels):
-        leaf = f.detach().requires_grad_()
-        got = make(f, i, leaf, start, N, bounds, None)
-        assert not got.m.requires_grad and got.log_forget.dtype == torch.float32
-        found.append([got.log_forget, got.m, got.final, torch.autograd.grad(got.log_forget, leaf, grad)[0]])
+        leaves = [x.detach().requires_grad_() for x in (f, i)]
+        got, final = make(f, leaves[1], leaves[0], start, N, bounds, None)
+        wide = got[:3]
+        assert not got.m.requires_grad and all(x.dtype == torch.float32 for x in wide)
+        of = [torch.autograd.grad(wide, leaves, [*grads], retain_graph=True)]
+        how = {"retain_graph": True, "materialize_grads": True}
+        of += [torch.autograd.grad([wide[n]], leaves, [grads[n]], **how) for n in range(3)]
+        seen = got.log_weight.clamp(min=-100.0)  # less is the weight 0, whatever it is
+        found.append([got.log_forget, got.m, final, got.weight, seen, *(x for each in of for x in each)])
     return [(x.double() - y.double()).abs().max().item() if x.numel() else 0.0 for x, y in zip(*found, strict=True)]
 
 
@@ -75,7 +81,8 @@ SHAPES = [(70, 3, 2, None), (129, 20, 1, None), (0, 2, 2, None), (1, 1, 1, None)
 @pytest.mark.parametrize(("T", "H", "B", "cu"), SHAPES)
 def test_gates(T: int, H: int, B: int, cu: list[int] | None, dtype: torch.dtype) -> None:
     (found,) = in_kernels(differences, random.randrange(2**31), T, H, B, dtype, cu)
-    assert found[0] < 1e-5 and found[1] < 1e-8 and found[2] < 1e-8 and found[3] < 16 * torch.finfo(dtype).eps, found
+    assert found[0] < 1e-5 and found[1] < 1e-8 and found[2] < 1e-8 and max(found[3:5]) < 1e-5, found
+    assert max(found[5:]) < 16 * torch.finfo(dtype).eps, found
 
 
 @pytest.mark.slow
@@ -93,8 +100,8 @@ def not_finite(sp: SequenceParallel, value: float, name: str) -> list[bool]:
         given = {key: x.clone() for key, x in gates.items()}
         if wrong:
             given[name][0, 150, 1] = value
-        got = mlstm._stabilised_in_kernels(given["f"], given["i"], given["f"], None, 3, bounds, None)
-        found.append([got.log_forget, got.m, got.final])
+        got, last = mlstm._stabilised_in_kernels(given["f"], given["i"], given["f"], None, 3, bounds, None)
+        found.append([got.log_forget, got.m, last])
     (forget, m, final), (wrong_forget, wrong_m, wrong_final) = found
     outside = torch.ones(300, dtype=torch.bool)
     outside[150:200] = False
@@ -110,7 +117,7 @@ def test_what_is_not_finite_stays_in_its_document(value: float, name: str) -> No
 
 
 def rows_apart(sp: SequenceParallel, seed: int, dtype: torch.dtype) -> list[float]:
-    """Weighted keys and quotients of kernels and of float64, and their gradients, one of two readers' too."""
+    """Quotients of kernels and of float64, and their gradients."""
     from flexsp.kernels.mlstm import rows
 
     made, found = torch.Generator().manual_seed(seed), []
@@ -119,29 +126,15 @@ def rows_apart(sp: SequenceParallel, seed: int, dtype: torch.dtype) -> list[floa
         return torch.randn(shape, generator=made)
 
     for B, T, H, N in ((2, 9, 3, 20), (1, 5, 2, 256), (1, 3, 1, 1)):
-        k, i = normal(B, H, T, N, 2).to(dtype)[..., 0].transpose(1, 2), normal(B, H, T).to(dtype).transpose(1, 2)
-        m, dys = i.double() + normal(B, T, H).double().abs(), [*normal(2, B, T, H, N).to(dtype), normal(B, T, H)]
-        for used in ((0, 1, 2), (0,), (1,), (2,)):
-            leaves, exact = ([x.detach().to(kind).requires_grad_() for x in (k, i)] for kind in (dtype, torch.float64))
-            got = rows.weighted(*leaves, m, dtype)
-            want = in_pytorch.weighted(*exact, m, torch.float64)
-            assert torch.equal(got[1], k) and got[2].dtype == torch.float32
-            assert relative_error(got[2], want[2]) < 1e-6
-            grads, exact_grads = (
-                torch.autograd.grad([x[n] for n in used], to, [dys[n].to(x[n]) for n in used], materialize_grads=True)
-                for x, to in ((got, leaves), (want, exact))
-            )
-            found += [relative_error(a, b) for a, b in zip((got[0], *grads), (want[0], *exact_grads), strict=True)]
-        with torch.no_grad():
-            assert all(torch.equal(a, b) for a, b in zip(rows.weighted(k, i, m, dtype), got, strict=True))
+        dy = normal(B, T, H, N).to(dtype)
         n, d = normal(B, H, T, N).to(dtype).transpose(1, 2), (2 * normal(B, H, T, 1)).to(dtype).transpose(1, 2)
         m = 2 * normal(B, T, H).double()
         for eps in (0.0, 0.25):
             leaves, exact = ([x.detach().to(kind).requires_grad_() for x in (n, d)] for kind in (dtype, torch.float64))
             got, want = rows.quotients(*leaves, m, eps, dtype), in_pytorch.quotients(*exact, m, eps, torch.float64)
             grads, exact_grads = (
-                torch.autograd.grad(got, leaves, dys[0]),
-                torch.autograd.grad(want, exact, dys[0].double()),
+                torch.autograd.grad(got, leaves, dy),
+                torch.autograd.grad(want, exact, dy.double()),
             )
             found += [relative_error(a, b) for a, b in zip((got, *grads), (want, *exact_grads), strict=True)]
     return found
@@ -170,7 +163,7 @@ def test_quotients_of_nan() -> None:
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.bfloat16))
 def test_rows(dtype: torch.dtype) -> None:
     (found,) = in_kernels(rows_apart, random.randrange(2**31), dtype)
-    assert len(found) == 3 * (12 + 6) and max(found) < 6 * torch.finfo(dtype).eps, max(found)
+    assert len(found) == 3 * 6 and max(found) < 6 * torch.finfo(dtype).eps, max(found)
 
 
 def operator(sp: SequenceParallel, seed: int, dtype: torch.dtype, packed: bool, K: int, V: int) -> int:
@@ -187,12 +180,12 @@ def operator(sp: SequenceParallel, seed: int, dtype: torch.dtype, packed: bool, 
 @pytest.mark.parametrize("dtype", quick(DTYPES, torch.float32))
 @pytest.mark.parametrize(("packed", "K", "V"), [(False, 20, 7), (True, 16, 16)])
 def test_against_the_token_loop(packed: bool, K: int, V: int, dtype: torch.dtype) -> None:
-    assert in_kernels(operator, random.randrange(2**31), dtype, packed, K, V) == [7]
+    assert in_kernels(operator, random.randrange(2**31), dtype, packed, K, V) == [5]
 
 
 def denominators(sp: SequenceParallel, seed: int, packed: bool) -> list[float]:
     """Errors of outputs and final states of one column, values in float32 beside queries and keys in bfloat16, and of
-    their gradients."""
+    their gradients; of packed tokens with write gates."""
     from flexsp.kernels.diagonal.op import diagonal
 
     made = torch.Generator().manual_seed(seed)
@@ -200,14 +193,17 @@ def denominators(sp: SequenceParallel, seed: int, packed: bool) -> list[float]:
     q, k = torch.randn(2, 1, 150, 2, 20, generator=made).bfloat16()
     w, f = torch.rand(1, 150, 2, 1, generator=made), -0.2 * torch.rand(1, 150, 2, generator=made)
     f[:, 70] = -1e4
+    i = (f * 5 + torch.rand(f.shape, generator=made)).masked_fill(f < -0.18, -torch.inf)
     state, found = torch.randn(N, 2, 20, 1, generator=made), []
     do, dlast = torch.randn(1, 150, 2, 1, generator=made), torch.randn(N, 2, 20, 1, generator=made)
     for exact in (False, True):
         leaves = [x.detach().to(torch.float64 if exact else x.dtype).requires_grad_() for x in (q, k, w, f, state)]
+        writes = {"i": i.to(leaves[3]).detach().requires_grad_()} if packed else {}
         o, last = diagonal(
-            *leaves[:4], scale=0.3, initial_state=leaves[4], output_final_state=True, cu_seqlens=bounds
+            *leaves[:4], **writes, scale=0.3, initial_state=leaves[4], output_final_state=True, cu_seqlens=bounds
         )  # fmt: skip
         assert exact or o.dtype == torch.float32
+        leaves += writes.values()
         grads = torch.autograd.grad([o, last], leaves, [do.to(o), dlast.to(o)])
         assert all(x.dtype == y.dtype for x, y in zip(grads, leaves, strict=True))
         found.append([o, last, *grads])
@@ -231,7 +227,7 @@ def gates_over_ranks(sp: SequenceParallel, seed: int, cu: list[int] | None) -> l
     sp.set_lengths(lengths)
     given = start if cu is not None or sp.rank == 0 else None
     bounds = None if cu is None else torch.tensor(cu)
-    got = mlstm._stabilised_in_kernels(f, i[:, at], f[:, at], given, N, bounds, sp)
+    got, _ = mlstm._stabilised_in_kernels(f, i[:, at], f[:, at], given, N, bounds, sp)
     return [got.log_forget, got.m]
 
 
@@ -308,7 +304,7 @@ def launched() -> list[Any]:
     def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
 
-    f, i, k = meta(1, 8192, 32), meta(1, 8192, 32), meta(1, 8192, 32, 256)
+    f, i, v = meta(1, 8192, 32), meta(1, 8192, 32), meta(1, 8192, 32, 256)
     starts = gates.Starts(
         meta(8192, dtype=torch.int64),
         meta(8192, dtype=torch.bool),
@@ -316,11 +312,10 @@ def launched() -> list[Any]:
     )
     with record_launches() as found:
         blocks = gates.blocks(f.detach(), i.detach(), starts)
-        forget, m = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
-        keys = rows.weighted(k, i, m, torch.bfloat16)
-        h = rows.quotients(keys[0], keys[2].unsqueeze(-1), m, 0.0, torch.bfloat16) * keys[1]
-        torch.autograd.backward((h, forget), (torch.empty_like(h), torch.empty_like(forget)))
-    assert len(found) == 7
+        made = gates.gates(f, i, starts, blocks, torch.empty(1, 32, dtype=torch.float64, device="meta"))
+        h = rows.quotients(v, made.weight.unsqueeze(-1), made.m, 0.0, torch.bfloat16)
+        h.backward(torch.empty_like(h))
+    assert len(found) == 5
     return found
 
 

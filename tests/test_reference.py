@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.testing import oracles
-from flexsp.testing.cases import Shape, random_documents
+from flexsp.testing.cases import Case, Shape, random_documents
 from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
 from flexsp.testing.delta_chunks import delta_chunks
 from flexsp.testing.problems import check, draw, solve, solve_all
-from tests.harness.diagonal import weighed
+from tests.harness.diagonal import weighed, writing
 
 engine = partial(diagonal, scale=0.3)
 oracle = partial(oracles.simple_gla, scale=0.3)
@@ -61,8 +61,9 @@ def test_documents(dtype: torch.dtype, gated: bool) -> None:
         check_op(engine, oracle, inputs, dtype=dtype)
 
 
-def test_weights_of_tokens() -> None:
-    case = weighed("simple_gla")
+@pytest.mark.parametrize("weights", [weighed, writing])
+def test_weights_of_tokens(weights: Callable[[str], Case]) -> None:
+    case = weights("simple_gla")
     for bounds in (None, torch.tensor([0, 0, 60, 90])):
         inputs = case.inputs(Shape(B=1, T=90, states=1 if bounds is None else 3), random.randrange(2**31))
         check_op(case.op, case.oracle, inputs | {"cu_seqlens": bounds}, dtype=torch.float64)

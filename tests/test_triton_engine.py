@@ -57,8 +57,8 @@ def documents(total: int, n: int) -> tuple[int, ...]:
 
 
 NAMES = [*CASES, *WEIGHED]
-QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups", "weights, simple_gla")
-"""One of each kind of gates, one whose heads share keys, and one with weights of tokens: to the engine the others are
+QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups", "weights, simple_gla", "write gates, simple_gla")
+"""One of each kind of gates, one whose heads share keys, and ones with weights of tokens: to the engine the others are
 one of these."""
 
 
@@ -105,6 +105,7 @@ def test_dk_and_dv_from_one_walk(segments: int) -> None:
         Run("linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
         Run("weights, linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
         Run("weights, simple_gla", shape, torch.bfloat16, segments=segments, one_walk=True),
+        Run("write gates, simple_gla", shape, half(), segments=segments, one_walk=True, gates=True),
     )
 
 
@@ -112,9 +113,10 @@ def weights(sp: Any, seed: int) -> list[float]:
     """Errors where not all gradients are wanted, and what does not take weights."""
     from flexsp.kernels.diagonal.op import diagonal
 
-    made = WEIGHED["weights, simple_gla"].inputs(Shape(B=1, T=20, H=2, K=5, V=6), seed)
-    found = []
-    for names in (["w"], ["g", "k"], ["w", "g"]):
+    shape, found = Shape(B=1, T=20, H=2, K=5, V=6), []
+    made = WEIGHED["weights, simple_gla"].inputs(shape, seed)
+    made["i"] = WEIGHED["write gates, simple_gla"].inputs(shape, seed)["i"]
+    for names in (["w"], ["g", "k"], ["w", "g"], ["i"], ["i", "w"]):
         exact, inputs = (
             {name: x.to(dtype, copy=True).requires_grad_(name in names) for name, x in made.items()}
             for dtype in (torch.float64, torch.float32)
@@ -128,6 +130,8 @@ def weights(sp: Any, seed: int) -> list[float]:
     for change in ({"v": made["v"][..., :1]}, {"q": made["q"][:, :, :1], "k": made["k"][:, :, :1]}):
         with pytest.raises(ValueError, match="w: expected queries of 2 heads and values of more than one channel; got"):
             diagonal(**(made | change), scale=0.3)
+    with pytest.raises(ValueError, match="i: expected write gates beside g or g_gamma; got neither"):
+        diagonal(**(made | {"g": None}), scale=0.3)
     return found
 
 

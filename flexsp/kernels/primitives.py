@@ -30,10 +30,16 @@ def dots(dtype: torch.dtype) -> dict[str, Any]:
 
 
 @triton.jit
-def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr):
+def gate_kernel(
+    g, write, b, writing, table, g_sb, g_st, g_sh, w_sb, w_st, w_sh, T, H, C: tl.constexpr, WRITES: tl.constexpr,
+    PACKED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """b [B, H, chunks * C], fp32 or fp64: inclusive cumulative log2 decay of g [B, T, H], restarted in every chunk.
 
-    Rows past a chunk's length repeat its last value, so that the walks read b without a mask.
+    Rows past a chunk's length repeat its last value, so that the walks read b without a mask. WRITES: writing, the same
+    less log2 of the weight of the token's key, of natural logarithms of weights `write` [B, T, H]: with the gates
+    `writing` a key counts as if it were multiplied by its weight. A weight of 0 makes inf, and a difference to that has
+    the power 0.
     """
     begin(PDL)
     row = tl.program_id(1)
@@ -43,8 +49,13 @@ def gate_kernel(g, b, table, g_sb, g_st, g_sh, T, H, C: tl.constexpr, PACKED: tl
     at = g + (row // H).to(tl.int64) * g_sb + (row % H).to(tl.int64) * g_sh + (start + i) * g_st
     gate = tl.load(at, mask=i < length, other=0.0).to(b.dtype.element_ty)
     gate = tl.maximum(gate, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
-    to = b + (row.to(tl.int64) * tl.num_programs(0) + chunk) * C
-    tl.store(to + i, tl.cumsum(gate * LOG2E, axis=0))
+    to = (row.to(tl.int64) * tl.num_programs(0) + chunk) * C + i
+    decay = tl.cumsum(gate * LOG2E, axis=0)
+    tl.store(b + to, decay)
+    if WRITES:
+        at = write + (row // H).to(tl.int64) * w_sb + (row % H).to(tl.int64) * w_sh + (start + i) * w_st
+        log = tl.load(at, mask=i < length, other=0.0).to(b.dtype.element_ty)
+        tl.store(writing + to, decay - log * LOG2E)
 
 
 @triton.jit

@@ -59,8 +59,8 @@ def chunk_mlstm(
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
-        k: [B, T, H, K] in the same dtype. The kernels read i'_t k_t in it, but of float16 in float32, whose range the
-            sums over tokens and the weights need. The denominator is made of k as it is and of i'_t in float32.
+        k: [B, T, H, K] in the same dtype. Kernels read it as it is, but of float16 in float32, whose range the sums
+            over tokens need, and i'_t in float32 beside it.
         v: [B, T, H, V] in the same dtype; V of 1..512.
         i: input gates before their exponential, natural logarithms [B, T, H]; q's dtype or float32. -inf writes
             nothing.
@@ -103,21 +103,20 @@ def chunk_mlstm(
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
-    gates = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
+    gates, last_m = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
-    reads = q.to(kind)
+    reads, keys = q.to(kind), k.to(kind)
     rows: Any = in_pytorch
     if in_kernels:
         from flexsp.kernels.mlstm import rows
-    written, keys, weights = rows.weighted(k, i, gates.m, kind)
     numerator, C = diagonal(
-        reads, written, v.to(kind), gates.log_forget, scale=scale, initial_state=C,
+        reads, keys, v.to(kind), gates.log_forget, i=gates.log_weight, scale=scale, initial_state=C,
         output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
     )  # fmt: skip
     # The gradient of h jumps where the denominator crosses its lower bound, so the denominator must be precise: its
     # weights are the values, in float32, instead of factors of the keys.
     denominator, n = diagonal(
-        reads, keys.to(kind), weights.unsqueeze(-1), gates.log_forget, scale=scale,
+        reads, keys, gates.weight.unsqueeze(-1), gates.log_forget, scale=scale,
         initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
         cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
@@ -127,7 +126,7 @@ def chunk_mlstm(
         return h, None
     if sp is not None:
         _, h, C, n = share_backward(sp, h, C, n)
-    return h, gates.last(C, n.squeeze(-1))
+    return h, _last(last_m, C, n.squeeze(-1))
 
 
 @one_dtype("q k v")
@@ -162,37 +161,31 @@ def recurrent_mlstm(
     q, k, v, i, f = _tokens_first(head_first, q, k, v, i, f)
     B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
-    gates = _stabilised(q, i, f, m, B, None, None)
+    gates, last_m = _stabilised(q, i, f, m, B, None, None)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
-    written = in_pytorch.weighted(k, i, gates.m, wide_q.dtype)[0]
+    written = programs.wide(k, q) * gates.weight.unsqueeze(-1)
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp(), state)
     h = in_pytorch.quotients(read[..., :V], read[..., V:], gates.m, eps, v.dtype)
     h = h.transpose(1, 2) if head_first else h
-    return h, gates.last(state[..., :V], state[..., V]) if return_last_states else None
+    return h, _last(last_m, state[..., :V], state[..., V]) if return_last_states else None
 
 
-class _Gates(NamedTuple):
-    """Log gates [B, T, H], <= 0 up to roundings; maxima m [B, T, H] in float64, and the final ones [N, H]."""
-
-    log_forget: torch.Tensor
-    m: torch.Tensor
-    final: torch.Tensor
-
-    def last(self, C: torch.Tensor, n: torch.Tensor) -> State:
-        """The final states. m is rounded up to the dtype of C and n, so that these are multiplied by at most 1."""
-        m = self.final.to(C.dtype)
-        m = torch.where(m.to(self.final.dtype) < self.final, m.nextafter(m.new_tensor(torch.inf)), m)
-        rest = (self.final - m.to(self.final.dtype)).exp().to(C.dtype)  # what m gained by rounding
-        return C * rest[..., None, None], n * rest.unsqueeze(-1), m.unsqueeze(-1)
+def _last(final: torch.Tensor, C: torch.Tensor, n: torch.Tensor) -> State:
+    """The final states. m is rounded up to the dtype of C and n, so that these are multiplied by at most 1."""
+    m = final.to(C.dtype)
+    m = torch.where(m.to(final.dtype) < final, m.nextafter(m.new_tensor(torch.inf)), m)
+    rest = (final - m.to(final.dtype)).exp().to(C.dtype)  # what m gained by rounding
+    return C * rest[..., None, None], n * rest.unsqueeze(-1), m.unsqueeze(-1)
 
 
 def _stabilised(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
-) -> _Gates:  # fmt: skip
-    """The gates relative to their maxima m. m is computed in float64 and is a constant to autograd.
+) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
+    """The gates relative to their maxima m, and the final m [N, H]. m is computed in float64 and is a constant to
+    autograd.
 
     Results do not depend on m as long as all factors use the same one. So its differences are taken in float64, too.
 
@@ -209,15 +202,15 @@ def _stabilised(
         before, along = maxima_between(a, c, begun, own, documents.first, sp, MAXIMA)
     m = along[..., 1:]
     last = along[..., -1] if documents is None else documents.last(m, begun)
-    log_forget = log_f + (before - m).transpose(1, 2)
-    return _Gates(log_forget.to(check.accumulation_dtype(q)), m.transpose(1, 2), last)
+    dtype = check.accumulation_dtype(q)
+    return in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
 
 
 def _stabilised_in_kernels(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
-) -> _Gates:  # fmt: skip
-    """`_stabilised` by kernels, with log gates in float32."""
+) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
+    """`_stabilised` by kernels, in float32."""
     from flexsp.kernels.mlstm import gates
 
     T, begun = i.shape[1], _begun(i, start, N)
@@ -230,10 +223,10 @@ def _stabilised_in_kernels(
     if sp is not None and sp.world_size > 1:
         cut = None if documents is None else documents.first.any().view(1)
         entering = enters(*found.all, entering, cut, sp, MAXIMA)
-    log_forget, m = gates.gates(f, i, starts, found, entering)
+    made = gates.gates(f, i, starts, found, entering)
     if documents is not None:
-        return _Gates(log_forget, m, documents.last(m.transpose(1, 2), begun))
-    return _Gates(log_forget, m, m[:, -1] if T else entering)
+        return made, documents.last(made.m.transpose(1, 2), begun)
+    return made, made.m[:, -1] if T else entering
 
 
 def _begun(i: torch.Tensor, start: Optional, N: int) -> torch.Tensor:

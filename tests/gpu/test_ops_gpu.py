@@ -15,10 +15,10 @@ from flexsp.kernels.diagonal import tiles as table
 from flexsp.kernels.diagonal import tiling
 from flexsp.kernels.diagonal.tiles import Tiles, all_configs
 from flexsp.ops import chunk_linear_attn, chunk_simple_gla
-from flexsp.testing.cases import Shape
+from flexsp.testing.cases import Case, Shape
 from flexsp.testing.compare import WIDE, check_op
 from flexsp.testing.problems import OPS, Problem, check, draw, solve_all
-from tests.harness.diagonal import weighed
+from tests.harness.diagonal import weighed, writing
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -98,16 +98,22 @@ def test_heads_of_mamba2(K: int, V: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64), (128, 128), (256, 64), (256, 256), (128, 256), (100, 40)])
+@pytest.mark.parametrize(
+    ("weights", "K", "V"),
+    [*((weighed, *size) for size in [(64, 64), (128, 64), (128, 128), (256, 64), (256, 256), (128, 256), (100, 40)]),
+     *((writing, *size) for size in [(64, 64), (128, 128), (256, 256), (256, 128), (128, 256), (100, 40), (64, 1)])],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=_name)
 @pytest.mark.usefixtures("poisoned")
-def test_weights_of_tokens(K: int, V: int, dtype: torch.dtype, packed: bool, seed: int) -> None:
-    """Of tokens' own values, as Mamba-3 has them."""
-    case, n = weighed("simple_gla"), len(DOCUMENTS) if packed else 1
+def test_weights_of_tokens(
+    weights: Callable[[str], Case], K: int, V: int, dtype: torch.dtype, packed: bool, seed: int
+) -> None:
+    """Of tokens' own values, as Mamba-3 has them, and of keys, as mLSTM has them, some of which are 0."""
+    case, n = weights("simple_gla"), len(DOCUMENTS) if packed else 1
     inputs = case.inputs(Shape(B=1, T=sum(DOCUMENTS), H=2, K=K, V=V, states=n), seed)
     if packed:
         inputs["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(DOCUMENTS)])
-    check_op(case.op, case.oracle, inputs, dtype=dtype, device="cuda", wide=(*WIDE, "w"))
+    check_op(case.op, case.oracle, inputs, dtype=dtype, device="cuda", wide=(*WIDE, "w", "i"))
 
 
 @pytest.mark.parametrize(("H", "K"), [(80, 128), (112, 64)], ids=["2.7B", "Zamba2"])

@@ -37,7 +37,25 @@ def weighed(of: str) -> Case:
     return Case(partial(diagonal, scale=0.3), partial(_with_weights, scale=0.3), partial(_weights, of=of))
 
 
+def _write_gates(s: Shape, r: torch.Generator, of: str) -> dict[str, Any]:
+    """About every fifth token writes nothing."""
+    made, shape = CASES[of].make(s, r), (s.B, s.T, s.H)
+    i = -3 * torch.rand(shape, generator=r, dtype=torch.float64)
+    return made | {"i": i.masked_fill(torch.rand(shape, generator=r) < 0.2, -torch.inf)}
+
+
+def _with_write_gates(i: torch.Tensor, k: torch.Tensor, engine: Any = oracles.token_loop, **given: Any) -> Any:
+    weights = i.to(torch.promote_types(k.dtype, torch.float32)).exp()
+    return oracles.simple_gla(k=(k * weights.unsqueeze(-1)).to(k.dtype), engine=engine, **given)
+
+
+def writing(of: str) -> Case:
+    """The engine on the inputs of a case, with log weights of tokens by which keys are multiplied."""
+    return Case(partial(diagonal, scale=0.3), partial(_with_write_gates, scale=0.3), partial(_write_gates, of=of))
+
+
 WEIGHED = {f"weights, {name}": weighed(name) for name in ("linear", "simple_gla", "gamma")}
+WEIGHED |= {f"write gates, {name}": writing(name) for name in ("simple_gla", "gamma")}
 
 
 @contextmanager
@@ -107,7 +125,7 @@ def failures(sp: Any, runs: list[Run]) -> list[str]:
         tiles = one_walk(run.shared and shared_keys(*run.shared)) if run.one_walk or run.shared else nullcontext()
         with poisoned(run.segments, run.shape.B * run.shape.H), tiles:
             try:
-                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange, wide=(*WIDE, "w"))
+                check_op(case.op, case.oracle, inputs, dtype=run.dtype, arrange=arrange, wide=(*WIDE, "w", "i"))
             except Exception as error:
                 found.append(f"{run}:\n{type(error).__name__}: {error}")
     return found

@@ -42,7 +42,7 @@ class BasePlan(SegmentedPlan):
     values: torch.dtype | None = None
     key_heads: int | None = None
     neighbours: tuple[bool, bool] = (True, True)
-    writing: ClassVar[str | None] = None  # the gates of keys, where these have their own
+    writing: ClassVar[str | None] = None  # the gates of keys, where these have their own: see `gate_kernel`
     skip: ClassVar[str | None] = None  # the input of weights of v in the outputs: of heads, or "w" of tokens
 
     @property

@@ -41,9 +41,11 @@ class DiagonalPlan(BasePlan):
 
     Attributes:
         token_skips: there is "w", weights of tokens by which outputs have v besides.
+        write_gates: there is "i", log weights of tokens by which their keys are multiplied.
     """
 
     token_skips: bool = False
+    write_gates: bool = False
 
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
@@ -53,11 +55,11 @@ class DiagonalPlan(BasePlan):
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
-        skip = "w" if self.token_skips else None
+        skip, write = "w" if self.token_skips else None, "i" if self.write_gates else None
         return {
-            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate, skip)), "skip": skip,
-            "by_head": frozenset({"g", "w"}), "by_token": frozenset({"g_gamma"}),
-            "aligned_gradient": self.tiling.tiles.hopper,
+            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate, write, skip)), "skip": skip,
+            "writing": None if write is None else "@writing", "by_head": frozenset({"g", "i", "w"}),
+            "by_token": frozenset({"g_gamma"}), "aligned_gradient": self.tiling.tiles.hopper,
         }  # fmt: skip
 
     # Buffers
@@ -72,7 +74,22 @@ class DiagonalPlan(BasePlan):
         shared = [] if self.shared is None else self.shared.buffers()
         edges = self.B, self.n_seg * self.tiling.per_seg, self.H, *self.state
         column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
-        return [*self.states_of_segments(), *tokens, *of_gates, by_head, *self._of_skips(), *shared, *column]
+        return [
+            *self.states_of_segments(), *tokens, *of_gates, *self._of_writes(), by_head, *self._of_skips(), *shared,
+            *column,
+        ]  # fmt: skip
+
+    def _of_writes(self) -> list[Buffer]:
+        """Gates of keys, and what tokens leave to the gradients of the weights of theirs."""
+        found = []
+        if self.writing is not None:
+            found.append(Buffer(self.writing, Role.SAVED, decay_dtype(self.dtype), (self.B, self.H, self._row)))
+            parts = self._dk_tiles, self._parts(self.tiling.tiles.dk)
+            found.append(Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(*parts)))
+        if self.write_gates:
+            found.append(Buffer("i", Role.INPUT, _F32, (self.B, self.T, self.H)))
+            found.append(Buffer("d_i", Role.GRADIENT, _F32, (self.B, self.H, self.T)))
+        return found
 
     def _of_skips(self) -> list[Buffer]:
         found = [Buffer("@of_skip", Role.SCRATCH, _F32, self._sums(*self._skip_parts))]
@@ -175,14 +192,31 @@ class DiagonalPlan(BasePlan):
         return [*dq, *dkv, *self.gate_gradients(last, wanted)]
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        found = [self.gate_grad(gradient_of(str(self.gate)), last)] if self.of_gate(wanted) else []
-        return [*found, *([self._skip_grad()] if "w" in wanted else [])]
+        found = []
+        if self.gate in wanted or ("i" in wanted and self.shared is not None):  # which adds parts up for both
+            found.append(self.gate_grad(gradient_of(str(self.gate)), last))
+        if "i" in wanted:
+            found.append(self._token_sums(*self.of_keys, "d_i"))
+        if "w" in wanted:
+            found.append(self._token_sums("@of_skip", math.prod(self._skip_parts), "d_w"))
+        return found
 
-    def _skip_grad(self) -> LaunchSpec:
+    @property
+    def of_keys(self) -> tuple[str, int]:
+        """What tokens wrote for all that read it: the gradients of logarithms of their weights. And in how many parts
+        these are left."""
+        if self.shared is not None:
+            return "@writes", 1
+        return "@writes" if self._exact else "@of_steps", self._dk_tiles * self._parts(self.tiling.tiles.dk)
+
+    def _token_sums(self, x: str, parts: int, to: str) -> LaunchSpec:
         return self.small(
-            "token_sums_kernel", (_count(self.n_chunks, _CHUNKS), self.B * self.H, 1), ["@of_skip", "d_w"], ["d_w"],
-            (self.T, self.n_chunks), PARTS=math.prod(self._skip_parts), PER=_CHUNKS, C=self.chunk,
+            "token_sums_kernel", (_count(self.n_chunks, _CHUNKS), self.B * self.H, 1), [x, to], [to],
+            (self.T, self.n_chunks), PARTS=parts, PER=_CHUNKS, C=self.chunk,
         )  # fmt: skip
+
+    def of_gate(self, wanted: Collection[str]) -> bool:
+        return self.gate in wanted or "i" in wanted
 
     def _by_head(self, gradient: str) -> str:
         """Where walks leave the gradient of q or k: a row a head."""
@@ -198,12 +232,14 @@ class DiagonalPlan(BasePlan):
         return [gradient_of(self.gate)] if self.gate is not None and self.gate in wanted else []
 
     def gate_sums(self, gate: str) -> LaunchSpec:
-        """Cumulative log2 decay of the chunks."""
-        p = self.tiling
+        """Cumulative log2 decay of the chunks, and the gates of keys."""
+        p, write = self.tiling, "i" if self.write_gates else None
         strides: tuple[int | str, ...] = (gate,) if gate == "g" else (0, 0, 1)
+        of_write: tuple[int | str, ...] = (1, 1, 1) if write is None else (write,)
         return self.small(
-            "gate_kernel", (p.n_chunks, p.B * p.H, 1), [gate, "@gates"], ["@gates"], (*strides, p.T, p.H), C=p.chunk
-        )
+            "gate_kernel", (p.n_chunks, p.B * p.H, 1), [gate, write, "@gates", self.writing],
+            named("@gates", self.writing), (*strides, *of_write, p.T, p.H), C=p.chunk, WRITES=self.write_gates,
+        )  # fmt: skip
 
     def _summarize(self, x: str, y: str, states: str, boundary: str | None, **constants: bool) -> LaunchSpec:
         tile, p, writing = self.tiling.tiles.summarize, self.tiling, None if constants["REVERSE"] else self.writing
@@ -293,7 +329,7 @@ class DiagonalPlan(BasePlan):
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:
         if self.shared is not None:
-            return self.shared.gate_grad(to, steps=False, skip=False)
+            return self.shared.gate_grad(to, steps=self.write_gates, skip=False)
         p, dq, dk = self.tiling, self.tiling.tiles.dq, self.tiling.tiles.dk
         # Noise: products of fp32 states, or of tf32x3, are good to about 2^-18; true values of that size hardly survive
         # a decay of DROP.

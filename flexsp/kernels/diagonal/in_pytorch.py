@@ -31,10 +31,10 @@ Optional = torch.Tensor | None
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
     initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool, rows: int = 1,
-    w: Optional = None,
+    w: Optional = None, i: Optional = None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t + w_t v_t: outputs in v's dtype, final states in that of
-    states.
+    """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t: outputs in v's dtype, final states in
+    that of states.
 
     Args:
         q, k, v: [B, T, H, K] and [B, T, H, V], any strides; T may be 0.
@@ -46,17 +46,19 @@ def run(
         want_final: whether final states are wanted.
         rows: how many of T are a token of `sp.set_lengths`.
         w: [B, T, H], or None for zeros.
+        i: natural logarithms [B, T, H], or None for zeros.
     """
     anchor = None
     if sp is not None:
-        anchor, q, k, v, g, g_gamma, initial, w = share_backward(sp, q, k, v, g, g_gamma, initial, w)
+        anchor, q, k, v, g, g_gamma, initial, w, i = share_backward(sp, q, k, v, g, g_gamma, initial, w, i)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = chunk_layout(cu_seqlens, T, sp, rows)
     gates = _gates(g, g_gamma, (B, T, H), dtype)
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)
     weights = None if w is None else layout.chunks(w.unsqueeze(-1), dtype)
-    rows_of = (layout.chunks(q, dtype) * scale, layout.chunks(k, dtype), layout.chunks(v, dtype))
+    keys = k if i is None else k.to(dtype) * i.to(dtype).exp().unsqueeze(-1)
+    rows_of = (layout.chunks(q, dtype) * scale, layout.chunks(keys, dtype), layout.chunks(v, dtype))
     step = _Step(layout, *rows_of, gates, weights)
     zero = torch.zeros_like(step.summaries[:, :, 0])
     o, final = reference.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)

@@ -23,9 +23,9 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
 
 
 class Diagonal(Engine):
-    """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, and of
-    "w" [B, T, H], by which outputs have v besides. The form is "names|rows|description": those that are there, the rows
-    of a token, and what ranks compare of the call."""
+    """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
+    [B, T, H], log weights of keys, and of "w" [B, T, H], by which outputs have v besides. The form is
+    "names|rows|description": those that are there, the rows of a token, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
@@ -46,7 +46,7 @@ class Diagonal(Engine):
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2], neighbours(asked.group), "w" in self.names,
+            q.shape[2], neighbours(asked.group), "w" in self.names, "i" in self.names,
         )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-register(Diagonal, [3, 4, 5])
+register(Diagonal, [3, 4, 5, 6])
 
 
 class Ssd(Engine):
@@ -98,11 +98,11 @@ class _InPytorch:
     def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
         names, rows, description = how.split("|", 2)
         given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
-        q, k, v, g, g_gamma, w = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w"))
+        q, k, v, g, g_gamma, w, i = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w", "i"))
         assert q is not None and k is not None and v is not None
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows), w,
+            asked.want_final, int(rows), w, i,
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -122,6 +122,7 @@ def diagonal(
     g: torch.Tensor | None = None,
     g_gamma: torch.Tensor | None = None,
     w: torch.Tensor | None = None,
+    i: torch.Tensor | None = None,
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
@@ -131,7 +132,12 @@ def diagonal(
     op: str = "linear attention",
     rows: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already validated.
+    """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already
+    validated.
+
+    i [B, T, H], log write gates, is in float32, or in float64 beside float64: natural logarithms of about 0 at most,
+    since what decayed below e^-104 is left out whatever it was multiplied by. -inf writes nothing. ValueError where
+    there is neither g nor g_gamma.
 
     w [B, T, H] is in float32, or in float64 beside float64. It needs a row of keys for every head, and values of more
     than one channel: ValueError where these are not there.
@@ -143,19 +149,23 @@ def diagonal(
     if w is not None and (q.shape[2] != v.shape[2] or v.shape[-1] == 1):
         expected = f"queries of {v.shape[2]} heads and values of more than one channel"
         raise ValueError(f"w: expected {expected}; got {q.shape[2]} heads and {v.shape[-1]} channels")
+    if i is not None and g is None and g_gamma is None:
+        raise ValueError("i: expected write gates beside g or g_gamma; got neither of these")
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
-    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}{'' if w is None else ', skip weights'}"
+    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
+    call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
     call += "" if cu_seqlens is None else ", packed"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
-    tensors = [q, k, v, *(x for x in (gate, w) if x is not None)]
-    form = f"{','.join([*gates[:1], *([] if w is None else ['w'])])}|{rows}|{call}"
+    others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
+    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values()]
+    form = f"{','.join([*gates[:1], *others])}|{rows}|{call}"
     if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
-        others = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
+        repeated = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
         o, final = Diagonal.run(
-            form, [q, k, blocks.values(v), *others], blocks.states(initial_state), cu_seqlens,
+            form, [q, k, blocks.values(v), *repeated], blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)

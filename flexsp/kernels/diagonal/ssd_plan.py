@@ -11,7 +11,6 @@ import torch
 
 from flexsp.kernels.diagonal import step_sizes
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
-from flexsp.kernels.diagonal.tiling import decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import LaunchSpec
 
@@ -42,7 +41,6 @@ class SsdPlan(DiagonalPlan):
     limits: tuple[float, float] | None = None
     dt_dtype: torch.dtype = _F32
     params: ClassVar[tuple[str, ...]] = ()  # whose gradients are sums over tokens
-    writing: ClassVar[str | None] = "@writing"
     kernels: ClassVar[dict[str, Any]] = DiagonalPlan.kernels | by_name(
         step_sizes.step_kernel, step_sizes.step_grads_kernel
     )
@@ -51,11 +49,10 @@ class SsdPlan(DiagonalPlan):
         params = ("A", *(["dt_bias"] if self.bias else []), *(["D"] if self.skips else []))
         return super().settled() | {
             "optional": frozenset(("dt", *params)), "by_head": frozenset({"dt"}), "by_token": frozenset(),
-            "skip": "D" if self.skips else None, "params": params,
+            "skip": "D" if self.skips else None, "writing": "@writing", "params": params,
         }  # fmt: skip
 
     def of_gates(self, gate: str) -> list[Buffer]:
-        dk = self.tiling.tiles.dk
         of_parts = self.B, self.H, self._programs
         token = self.B, self.H, self.T
         return [
@@ -64,9 +61,7 @@ class SsdPlan(DiagonalPlan):
             Buffer("d_dt", Role.GRADIENT, _F32, token),
             *(Buffer(name, Role.INPUT, _F32, (self.H,)) for name in self.params),
             *(Buffer(gradient_of(name), Role.SCRATCH, _F32, of_parts) for name in self.params),
-            Buffer("@writing", Role.SAVED, decay_dtype(self.dtype), (self.B, self.H, self._row)),
             Buffer("@dgates", Role.SCRATCH, _F32, token),
-            Buffer("@of_steps", Role.SCRATCH, _F32, self._sums(self._dk_tiles, self._parts(dk))),
         ]
 
     @property
@@ -100,17 +95,15 @@ class SsdPlan(DiagonalPlan):
         )  # fmt: skip
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        p, of_steps, of_skip = self.tiling, self.of_gate(wanted), "D" in wanted
+        of_steps, of_skip = self.of_gate(wanted), "D" in wanted
         if not (of_steps or of_skip):
             return []
         if self.shared is not None:
             gates = [self.shared.gate_grad("@dgates", steps=of_steps, skip=of_skip)]
         else:
             gates = [self.gate_grad("@dgates", last)] if of_steps else []
-        of_keys = "@writes" if self._exact or self.shared is not None else "@of_steps"
-        parts, skip_parts = self._dk_tiles * self._parts(p.tiles.dk), math.prod(self._skip_parts)
-        if self.shared is not None:
-            parts = skip_parts = 1
+        of_keys, parts = self.of_keys
+        skip_parts = math.prod(self._skip_parts) if self.shared is None else 1
         made = ["d_dt", *self.sums(wanted)] if of_steps else self.sums(wanted)
         pointers = [
             "@dgates" if of_steps else None, of_keys if of_steps else None, "@of_skip" if of_skip else None, "dt", "A",
@@ -118,7 +111,7 @@ class SsdPlan(DiagonalPlan):
             *(x if x in made else None for x in ("d_dt", "d_A", "d_dt_bias", "d_D")),
         ]  # fmt: skip
         of_step = self.small(
-            "step_grads_kernel", (self._programs, p.B * p.H, 1), pointers, made, (*self._sizes, p.n_chunks),
+            "step_grads_kernel", (self._programs, self.B * self.H, 1), pointers, made, (*self._sizes, self.n_chunks),
             **self._how, PARTS=parts, SKIP_PARTS=skip_parts, PER=_CHUNKS, STEPS=of_steps, SKIP=of_skip,
         )  # fmt: skip
         return [*gates, of_step]

@@ -1,1 +1,1 @@
-"""What mLSTM does around the engine for scalar decays: its stabilised gates, weighted keys and quotients."""
+"""What mLSTM does around the engine for scalar decays: its stabilised gates and its quotients."""

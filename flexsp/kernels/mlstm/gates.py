@@ -1,4 +1,5 @@
-"""Stabilised gates of mLSTM: m_t = max(log f_t + m_{t-1}, i_t) over tokens and documents, found in float64.
+"""Stabilised gates of mLSTM: m_t = max(log f_t + m_{t-1}, i_t) over tokens and documents, found in float64, and what
+forgets and writes beside them.
 
 Tokens are pairs (a, c) of max-plus algebra, as in `flexsp.scan.maxima`; where a document begins, a is -inf, and
 nothing from before passes, not even what is not finite. Blocks of tokens are put together first, then what is before
@@ -15,7 +16,8 @@ import triton.language as tl
 
 from flexsp.comm.derivatives import keep_for_backward, kept_for_backward
 from flexsp.devices import check_heads
-from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET
+from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET, Gates
+from flexsp.kernels.mlstm.rows import exp32
 from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
 
@@ -169,12 +171,12 @@ def mlstm_before_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def mlstm_gates_kernel(
-    f, i, first, document, started, before_a, before_c, entering, m, log_forget,
+    f, i, first, document, started, before_a, before_c, entering, log_forget, log_weight, weight, m,
     f_sb, f_st, f_sh, i_sb, i_st, i_sh, T, H, n_blocks,
     BT: tl.constexpr, BH: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """m [B, T, H] float64 and log_forget = log f_t + m_{t-1} - m_t [B, T, H] float32; entering [B, H]: the maximum
-    before all tokens."""
+    """m [B, T, H] float64 and, in float32, log_forget = log f_t + m_{t-1} - m_t, log_weight = i_t - m_t and its
+    exponential, weight; entering [B, H]: the maximum before all tokens."""
     begin(PDL)
     block, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)
@@ -201,6 +203,9 @@ def mlstm_gates_kernel(
     to = (b * T + token)[:, None] * H + head[None, :]
     tl.store(m + to, now, mask=inside)
     tl.store(log_forget + to, (log_f + (before - now)).to(tl.float32), mask=inside)
+    writes = tl.load(i + token[:, None] * i_st + head[None, :] * i_sh, mask=inside, other=0.0).to(tl.float64) - now
+    tl.store(log_weight + to, writes.to(tl.float32), mask=inside)
+    tl.store(weight + to, exp32(writes), mask=inside)
 
 
 def _given(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
@@ -234,39 +239,44 @@ class _Gates(torch.autograd.Function):
     def forward(
         ctx: Any, f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: tuple[torch.Tensor, torch.Tensor],
         entering: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         found = _forward(f, i, starts, before, entering)
-        keep_for_backward(ctx, f)
-        ctx.mark_non_differentiable(found[1])
-        return found
+        keep_for_backward(ctx, f, found.weight)
+        ctx.mark_non_differentiable(found.m)
+        ctx.set_materialize_grads(False)
+        ctx.dtype = i.dtype
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-        (f,) = kept_for_backward(ctx, _NAME, grad)
-        x = f.float()
-        df = (grad * torch.sigmoid(-x)).masked_fill(x < MIN_LOG_FORGET, 0.0)
-        return df.to(f.dtype), None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        f, weight = kept_for_backward(ctx, _NAME, *grads)
+        of_forget, of_log, of_weight, _ = grads
+        df, di = None, of_log
+        if of_forget is not None and ctx.needs_input_grad[0]:
+            x = f.float()
+            df = (of_forget * torch.sigmoid(-x)).masked_fill(x < MIN_LOG_FORGET, 0.0).to(f.dtype)
+        if of_weight is not None and ctx.needs_input_grad[1]:
+            di = of_weight * weight if of_log is None else torch.addcmul(of_log, of_weight, weight)
+        return df, None if di is None else di.to(ctx.dtype), None, None, None
 
 
 def _forward(
     f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: tuple[torch.Tensor, torch.Tensor],
     entering: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Gates:  # fmt: skip
     B, T, H = f.shape
-    log_forget = torch.empty(B, T, H, dtype=torch.float32, device=f.device)
-    m = torch.empty(B, T, H, dtype=torch.float64, device=f.device)
+    forget, log_weight, weight = (torch.empty(B, T, H, dtype=torch.float32, device=f.device) for _ in range(3))
+    found = Gates(forget, log_weight, weight, torch.empty(B, T, H, dtype=torch.float64, device=f.device))
     tensors, strides, constants = _given(f, i, starts)
-    tensors |= {"before_a": before[0], "before_c": before[1], "entering": entering, "m": m, "log_forget": log_forget}
+    tensors |= {"before_a": before[0], "before_c": before[1], "entering": entering, **found._asdict()}
     n = before[0].shape[1]
     if T:
         run(mlstm_gates_kernel, (n, triton.cdiv(H, constants["BH"]), B), tensors, [*strides, T, H, n], constants)
-    return log_forget, m
+    return found
 
 
-def gates(
-    f: torch.Tensor, i: torch.Tensor, starts: Starts | None, found: Blocks, entering: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """log f_t + m_{t-1} - m_t [B, T, H] in float32, with a gradient for f, and m [B, T, H] in float64, without.
+def gates(f: torch.Tensor, i: torch.Tensor, starts: Starts | None, found: Blocks, entering: torch.Tensor) -> Gates:
+    """What `in_pytorch.gates` gives, with gradients for f and i.
 
     Args:
         starts: of packed documents, or None.
@@ -274,7 +284,6 @@ def gates(
         entering: [B, H] in float64, the maximum before all tokens.
     """
     entering = entering.contiguous()
-    if torch.is_grad_enabled() and f.requires_grad:
-        pair: tuple[torch.Tensor, torch.Tensor] = _Gates.apply(f, i.detach(), starts, found.before, entering)
-        return pair
+    if torch.is_grad_enabled() and (f.requires_grad or i.requires_grad):
+        return Gates(*_Gates.apply(f, i, starts, found.before, entering))
     return _forward(f, i, starts, found.before, entering)

@@ -1,13 +1,25 @@
-"""mLSTM's weighted keys and quotients in PyTorch, for tensors that kernels do not run."""
+"""mLSTM's gates and quotients in PyTorch, for tensors that kernels do not run."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["MIN_LOG_FORGET", "log_forget", "quotients", "weighted"]
+__all__ = ["MIN_LOG_FORGET", "Gates", "gates", "log_forget", "quotients"]
 
 MIN_LOG_FORGET = -1e6
+
+
+class Gates(NamedTuple):
+    """Of tokens [B, T, H]: log f_t + m_{t-1} - m_t, which is <= 0 up to roundings; i_t - m_t, <= 0; the exponential of
+    that; and the maxima m, in float64 and without gradients."""
+
+    log_forget: torch.Tensor
+    log_weight: torch.Tensor
+    weight: torch.Tensor
+    m: torch.Tensor
 
 
 def log_forget(f: torch.Tensor) -> torch.Tensor:
@@ -15,13 +27,10 @@ def log_forget(f: torch.Tensor) -> torch.Tensor:
     return F.logsigmoid(f.double()).clamp(min=MIN_LOG_FORGET)
 
 
-def weighted(
-    k: torch.Tensor, i: torch.Tensor, m: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """e^{i - m} k [B, T, H, K] in ``dtype`` of i and m [B, T, H], m in float64 and a constant; k as it is; and
-    e^{i - m}, at least in float32."""
-    weight = (i.double() - m).exp().to(torch.promote_types(dtype, torch.float32))
-    return (k * weight.unsqueeze(-1)).to(dtype), k, weight
+def gates(log_f: torch.Tensor, i: torch.Tensor, before: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> Gates:
+    """Of `log_forget`, i and the maxima m_{t-1} and m_t [B, T, H], constants in float64; all but m in ``dtype``."""
+    forget, write = log_f + (before - m), i.double() - m
+    return Gates(forget.to(dtype), write.to(dtype), write.exp().to(dtype), m)
 
 
 def quotients(

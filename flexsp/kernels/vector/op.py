@@ -13,34 +13,39 @@ from flexsp.kernels.operators import Asked
 if TYPE_CHECKING:
     from flexsp.kernels.vector.vector_plan import VectorPlan
 
-__all__ = ["vector_state"]
+__all__ = ["gated_vector_state", "vector_state"]
 
 Optional = torch.Tensor | None
 
 
 class _Vector(Engine):
-    """Calls of x and g. The form is what ranks compare of the call."""
+    """Calls of x and g, or of x, r, i, rates and what says where a first token has a weight of 1. The form is
+    "flags|description": which of them, and what ranks compare of the call."""
 
     kind, title = "vector", "the kernels of vector states"
-    names = ("x", "g")
+    params = frozenset(("rate", "unit"))
 
     def __init__(self, form: str) -> None:
-        self.form = form
+        from flexsp.kernels.vector.vector_plan import Form
+
+        flags, self.description = form.split("|", 1)
+        self.form, self.inputs = form, Form(*(x == "1" for x in flags))
+        self.names = self.inputs.names
 
     def tiling(self, asked: Asked) -> Any:
         from flexsp.kernels.channel_tiling import make_tiling
-        from flexsp.kernels.vector.vector_plan import LIMITS
+        from flexsp.kernels.vector.vector_plan import GATED, LIMITS
 
-        return make_tiling(asked.tensors[0], 1, asked.n_docs, LIMITS)
+        return make_tiling(asked.tensors[0], 1, asked.n_docs, GATED if self.inputs.gated else LIMITS)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> VectorPlan:
         from flexsp.kernels.vector.vector_plan import VectorPlan
 
-        x, g = asked.tensors
-        return VectorPlan(tiling, x.dtype, g.dtype, asked.initial is not None, asked.want_final, self.form)
+        dtypes, initial = tuple([x.dtype for x in asked.tensors]), asked.initial is not None
+        return VectorPlan(tiling, self.inputs, dtypes, initial, asked.want_final, self.description)
 
 
-register(_Vector, [2])
+register(_Vector, [2, 4, 5])
 
 
 def vector_state(
@@ -49,11 +54,36 @@ def vector_state(
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """h_t = e^{g_t} h_{t-1} + x_t of x and natural-log gates g [B, T, D], already validated: all h_t in x's dtype, and
     the final states [N, D]. Gates below -104 act as that, and have no gradient."""
+    return _run(op, [x, g], None, None, initial_state, output_final_state, cu_seqlens, sp)
+
+
+def gated_vector_state(
+    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, rate: torch.Tensor, unit: Optional, op: str, *,
+    initial_state: Optional, output_final_state: bool, cu_seqlens: Optional, sp: SequenceParallel | None,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """The same of g = rate sigmoid(r), and of sqrt(1 - e^{2 g}) sigmoid(i) x in the place of x. Kernels make both.
+
+    Args:
+        x, r, i: [B, T, D], already validated.
+        rate: [D] in float32, <= 0.
+        unit: bool [N] that says which texts' first token has a weight of 1 in the place of the root, None if none has.
+            Without documents they begin with this rank's tokens.
+    """
+    return _run(op, [x, r, i], rate, unit, initial_state, output_final_state, cu_seqlens, sp)
+
+
+def _run(
+    op: str, rows: list[torch.Tensor], rate: Optional, unit: Optional, initial_state: Optional,
+    output_final_state: bool, cu_seqlens: Optional, sp: SequenceParallel | None,
+) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     from flexsp.kernels.channel_tiling import channels_of_head
 
+    x, flags = rows[0], f"{int(rate is not None)}{int(unit is not None)}"
     heads = (-1, channels_of_head(x.shape[2]))
-    tensors = [x.unflatten(2, heads), g.unflatten(2, heads)]
+    tensors = [each.unflatten(2, heads) for each in rows]
+    tensors += [] if rate is None else [rate.unflatten(0, heads)]
+    tensors += [] if unit is None else [unit.to(torch.int32)]
     initial = None if initial_state is None else initial_state.unflatten(1, heads)
-    form = f"{op} on {x.dtype}{', packed' if cu_seqlens is not None else ''}"
+    form = f"{flags}|{op} on {x.dtype}{', packed' if cu_seqlens is not None else ''}"
     o, last = _Vector.run(form, tensors, initial, cu_seqlens, output_final_state=output_final_state, sp=sp)
     return o.flatten(2), None if last is None else last.flatten(1)

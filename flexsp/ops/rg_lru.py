@@ -37,6 +37,9 @@ def rg_lru(
     a text is weighed like all others. The authors' code, and RecurrentGemma in transformers, take it with a weight of
     1 in the place of sqrt(1 - a_t^2): ``unit_start=True``.
 
+    Kernels make a_t and the weighted inputs of x, r and i wherever they need them: no tensor of either is in memory,
+    and none is kept for the backward pass but the state before every eighth token, in float32.
+
     Args:
         x: [B, T, D], float16, bfloat16, float32 or float64, any strides.
         r: recurrence gates before their sigmoid, [B, T, D]; x's dtype or float32.

@@ -106,7 +106,7 @@ GATES = [
         "flexsp/ops/rg_lru.py",
         ("-torch.expm1(2 * g)", "-torch.expm1(g)", "inputs are weighed by another root", _OPS),
         ("torch.where(closed, 1.0, x).sqrt()", "x.sqrt()", "a gate that underflowed has no gradient", _SIZES),
-        ("and group.shard_range(x.shape[1])[0]:", "and False:", "every rank's first token has a weight of 1",
+        ("torch.arange(start, start + 1, ", "torch.arange(0, 1, ", "every rank's first token has a weight of 1",
          "tests/test_gated_layers.py::test_recurrent_gemma", _LRU + "_over_ranks[None]"),
         ("(document < N) & begin[document", "(document < N) | begin[document",
          "documents that go on have a first token", "tests/test_vector_gates.py::test_unit_start"),

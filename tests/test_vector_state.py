@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def rg_lru_case(kind: str, seed: int) -> tuple[Tensors, dict[str, Any], dict[str
     elif kind == "first tokens":
         inputs, others, loop = drawn(2, 13, states=2), {"unit_start": torch.tensor([False, True])}, {"starts": [(1, 0)]}
     elif kind == "several programs":
-        inputs = drawn(1, 9, states=1, K=35)
+        inputs = drawn(1, 12, states=1, K=35)
     elif kind == "gates that close":
         inputs = drawn(1, 17, states=1, K=12)
         inputs["Lambda"][::3], inputs["Lambda"][1::3] = 40.0, -25.0
@@ -139,12 +140,13 @@ def rg_lru_case(kind: str, seed: int) -> tuple[Tensors, dict[str, Any], dict[str
 
 def rg_lru_in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, segments: int, seed: int) -> int:
     """Compares `rg_lru` with its token loop; how many kernels ran."""
-    from flexsp.kernels.vector import op
+    from flexsp.kernels.vector import op, vector_plan
 
     inputs, others, loop = rg_lru_case(kind, seed)
+    limits = vector_plan.GATED._replace(programs=1)  # for few tokens, segments of several chunks
     wide = (*vector_gates.KEPT_WIDE, *("r", "i") * (kind == "wide gates"))
     turned = (lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)) if kind == "strides" else None
-    with poisoned(segments):
+    with poisoned(segments), patch.object(vector_plan, "GATED", limits):
         check_op(
             ops.rg_lru, functools.partial(vector_gates.rg_lru, **loop), inputs, dtype=dtype, wide=wide,
             op_kwargs=others, arrange=turned,

@@ -139,8 +139,9 @@ def _beginning(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.
     if not isinstance(unit_start, torch.Tensor):
         unit_start = torch.ones(N, dtype=torch.bool, device=x.device)
     check.check_tensor("unit_start", unit_start, (N,), "[N]", dtypes=(torch.bool,), device=x.device)
-    if call.cu_seqlens is None and group is not None and group.shard_range(x.shape[1])[0]:
-        return torch.zeros_like(unit_start)
+    if call.cu_seqlens is None and group is not None:
+        start = group.shard_range(x.shape[1])[0]  # a graph may not know it
+        unit_start = unit_start & (torch.arange(start, start + 1, device=x.device) == 0)
     return unit_start
 
 

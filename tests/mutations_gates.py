@@ -8,6 +8,7 @@ __all__ = ["GATES"]
 
 _OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
 _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
+_THEN = " + p, valid, C)\n            starts = starts_of(unit, c, b, doc, first, PACKED, UNIT)\n        dos"
 _LRU = "tests/test_vector_state.py::test_rg_lru_in_kernels"
 _LRU_FIRST = _LRU + "[first tokens-float32-1000]"
 _LRU_DOCUMENTS = _LRU + "[documents-bfloat16-1000]"
@@ -134,6 +135,7 @@ GATES = [
     ),
     *_in(
         "flexsp/kernels/vector/walks.py",
+        ("e_st, head * e_sh" + _THEN, "g_st, head * g_sh" + _THEN, "input gates lie as the other gates do", _LRU_FIRST),
         ("h = kept + w * xs[i]", "h = kept", "gradients see states without their tokens", _LRU_FIRST),
         ("(gate, kept + to_g, opened", "(gate, kept, opened", "gates have no gradient by what is added", _LRU_FIRST),
         ("to_x = back * slopes[i][3]", "to_x = back", "x has the gradient of what is added", _LRU_FIRST),

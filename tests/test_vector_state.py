@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from typing import Any
 from unittest.mock import patch
@@ -108,7 +109,7 @@ def test_kernels(kind: str) -> None:
 
 # The RG-LRU, whose gates kernels make ---------------------------------------------------------------------------------
 
-LRU_KINDS = ["plain", "several programs", "wide gates", "documents", "first tokens", "strides", "gates that close"]
+LRU_KINDS = ["plain", "several programs", "wide gates", "documents", "first tokens", "gates that close"]
 LRU_CASES = [(kind, dtype, n) for kind in LRU_KINDS for dtype in ("float32", "bfloat16", "float16") for n in (1, 1000)]
 LRU_QUICK = [
     ("first tokens", "float32", 1000), ("documents", "bfloat16", 1000), ("several programs", "float16", 1),
@@ -145,17 +146,22 @@ def rg_lru_in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, segme
     inputs, others, loop = rg_lru_case(kind, seed)
     limits = vector_plan.GATED._replace(programs=1)  # for few tokens, segments of several chunks
     wide = (*vector_gates.KEPT_WIDE, *("r", "i") * (kind == "wide gates"))
-    turned = (lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)) if kind == "strides" else None
+    laid = itertools.cycle((lambda x: x, beside_others, lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)))
     with poisoned(segments), patch.object(vector_plan, "GATED", limits):
         check_op(
             ops.rg_lru, functools.partial(vector_gates.rg_lru, **loop), inputs, dtype=dtype, wide=wide,
-            op_kwargs=others, arrange=turned,
+            op_kwargs=others, arrange=lambda x: next(laid)(x),
         )  # fmt: skip
         if kind == "first tokens":
             nothing(dtype)
         if kind == "gates that close":
             edges(dtype)
     return len(op._Vector._executables)
+
+
+def beside_others(x: Tensor) -> Tensor:
+    """The same values, with NaN behind every row."""
+    return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
 
 
 def nothing(dtype: torch.dtype) -> None:
@@ -189,7 +195,7 @@ def edges(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype", "segments"), quick(LRU_CASES, *LRU_QUICK))
 def test_rg_lru_in_kernels(kind: str, dtype: str, segments: int) -> None:
-    """Values and all gradients, of Lambda too, in one segment and in several."""
+    """Values and all gradients, of Lambda too, in one segment and in several. Inputs lie in three ways."""
     seed = random.randrange(2**31)
     (found,) = run_ranks(rg_lru_in_kernels, 1, kind, getattr(torch, dtype), segments, seed, env=INTERPRETED)
     assert found > 0
@@ -323,7 +329,7 @@ def compile_config(
 ) -> list[dict[str, Any]]:
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels import executable, operators
-    from flexsp.kernels.vector.op import gated_vector_state, vector_state
+    from flexsp.kernels.vector.op import Gates, vector_state
     from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -338,7 +344,8 @@ def compile_config(
     }  # fmt: skip
     with record_launches() as launches:
         if gated:
-            o, last = gated_vector_state(x, g, e, meta(D), meta(docs or 1, kind=torch.bool), "rg_lru", **others)
+            gates = Gates(e, meta(D), meta(docs or 1, kind=torch.bool))
+            o, last = vector_state(x, g, "rg_lru", gates, **others)
         else:
             o, last = vector_state(x, g, "hgrn", **others)
         assert last is not None

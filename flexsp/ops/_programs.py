@@ -16,13 +16,13 @@ from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.kernels import gates
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.engine import asks_for_kernels
-from flexsp.kernels.vector.op import gated_vector_state, vector_state
+from flexsp.kernels.vector.op import Gates, vector_state
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread
 
 __all__ = [
     "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "recur_matrix",
-    "recur_vector", "rows_at", "run_gated_vector", "run_matrix", "run_program", "run_vector", "token_loop", "wide",
+    "recur_vector", "rows_at", "run_matrix", "run_program", "run_vector", "token_loop", "wide",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -162,50 +162,32 @@ def run_matrix(
     return blocks.outputs(o), final_state(blocks.joined(final), call)
 
 
-def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:
+def run_vector(op: str, x: Tensor, g: Tensor, call: Call, made_of: Gates | None = None) -> tuple[Tensor, Optional]:
     """Runs an op with vector states on x and log gates g, both [B, T, D]: the checks that all of them have, then the
     kernels of vector states or, in PyTorch, a program.
 
     Args:
         op: the name by which ranks compare their calls.
+        made_of: where kernels run, what they make inputs and log gates of; the gates of `vector_state`.
     """
-    group, initial = _checked_vector(op, x, call)
-    if asks_for_kernels(x.is_cuda, x.dtype):
-        o, final = vector_state(
-            x, g, op, initial_state=initial, output_final_state=call.output_final_state, cu_seqlens=call.cu_seqlens,
-            sp=group,
-        )
-        return o, final_state(final, call)
-    (D,) = known(x.shape[2])
-    g, K = clamped(g, x), next(size for size in range(min(D, _MOST_CHANNELS), 0, -1) if D % size == 0)
-    heads = (D // K, K)
-    inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
-    prev_s = None if initial is None else initial.unflatten(-1, heads)
-    o, final = run_program("vector_state", Sizes(*heads, 0), inputs, prev_s, call.cu_seqlens, group)
-    return o.flatten(-2), final_state(None if final is None else final.flatten(-2), call)
-
-
-def run_gated_vector(
-    op: str, x: Tensor, r: Tensor, i: Tensor, rate: Tensor, unit: Optional, call: Call
-) -> tuple[Tensor, Optional]:
-    """`run_vector` in the kernels that make log gates and inputs themselves; arguments as in `gated_vector_state`."""
-    group, initial = _checked_vector(op, x, call)
-    o, final = gated_vector_state(
-        x, r, i, rate, unit, op, initial_state=initial, output_final_state=call.output_final_state,
-        cu_seqlens=call.cu_seqlens, sp=group,
-    )  # fmt: skip
-    return o, final_state(final, call)
-
-
-def _checked_vector(op: str, x: Tensor, call: Call) -> tuple[SequenceParallel | None, Optional]:
-    """The ranks and the initial states of a call with vector states, after its checks."""
     (D,) = known(x.shape[2])
     group = check.resolve(call.sp, x)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, "x", group)
     initial = initial_state((D,), "D", call, group, x)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, op, x, D, N, call.cu_seqlens is None)
-    return group, initial
+    if asks_for_kernels(x.is_cuda, x.dtype):
+        o, final = vector_state(
+            x, g, op, made_of, initial_state=initial, output_final_state=call.output_final_state,
+            cu_seqlens=call.cu_seqlens, sp=group,
+        )
+        return o, final_state(final, call)
+    g, K = clamped(g, x), next(size for size in range(min(D, _MOST_CHANNELS), 0, -1) if D % size == 0)
+    heads = (D // K, K)
+    inputs = {"x": x.unflatten(-1, heads), "g": g.unflatten(-1, heads)}
+    prev_s = None if initial is None else initial.unflatten(-1, heads)
+    o, final = run_program("vector_state", Sizes(*heads, 0), inputs, prev_s, call.cu_seqlens, group)
+    return o.flatten(-2), final_state(None if final is None else final.flatten(-2), call)
 
 
 def token_loop(step: Callable[[Any, int], tuple[Tensor, Any]], state: Any, T: int, none: Tensor) -> tuple[Tensor, Any]:

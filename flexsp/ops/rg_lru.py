@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.exceptions import check_number
 from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.vector.op import Gates
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
@@ -73,7 +74,7 @@ def rg_lru(
     _check(x, r, i, Lambda, c)
     rate, begin = _rate(Lambda, c, x), _beginning(unit_start, x, call)
     if asks_for_kernels(x.is_cuda, x.dtype):
-        return programs.run_gated_vector("rg_lru", x, r, i, rate, begin, call)
+        return programs.run_vector("rg_lru", x, r, call, Gates(i, rate, begin))
     inputs, gates = _gated(x, r, i, rate, _starts(begin, x, call))
     o, state = programs.run_vector("rg_lru", inputs, gates, call)
     return o.to(x.dtype), state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from flexsp.kernels.operators import Asked
 if TYPE_CHECKING:
     from flexsp.kernels.vector.vector_plan import VectorPlan
 
-__all__ = ["gated_vector_state", "vector_state"]
+__all__ = ["Gates", "vector_state"]
 
 Optional = torch.Tensor | None
 
@@ -48,41 +48,37 @@ class _Vector(Engine):
 register(_Vector, [2, 4, 5])
 
 
-def vector_state(
-    x: torch.Tensor, g: torch.Tensor, op: str, *, initial_state: Optional, output_final_state: bool,
-    cu_seqlens: Optional, sp: SequenceParallel | None,
-) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """h_t = e^{g_t} h_{t-1} + x_t of x and natural-log gates g [B, T, D], already validated: all h_t in x's dtype, and
-    the final states [N, D]. Gates below -104 act as that, and have no gradient."""
-    return _run(op, [x, g], None, None, initial_state, output_final_state, cu_seqlens, sp)
+class Gates(NamedTuple):
+    """What kernels make the RG-LRU's log gates and inputs of, beside x and the recurrence gates r before their sigmoid:
+    g = rate sigmoid(r), and sqrt(1 - e^{2 g}) sigmoid(entry) x in the place of x.
 
-
-def gated_vector_state(
-    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, rate: torch.Tensor, unit: Optional, op: str, *,
-    initial_state: Optional, output_final_state: bool, cu_seqlens: Optional, sp: SequenceParallel | None,
-) -> tuple[torch.Tensor, Optional]:  # fmt: skip
-    """The same of g = rate sigmoid(r), and of sqrt(1 - e^{2 g}) sigmoid(i) x in the place of x. Kernels make both.
-
-    Args:
-        x, r, i: [B, T, D], already validated.
+    Attributes:
+        entry: [B, T, D].
         rate: [D] in float32, <= 0.
         unit: bool [N] that says which texts' first token has a weight of 1 in the place of the root, None if none has.
             Without documents they begin with this rank's tokens.
     """
-    return _run(op, [x, r, i], rate, unit, initial_state, output_final_state, cu_seqlens, sp)
+
+    entry: torch.Tensor
+    rate: torch.Tensor
+    unit: Optional
 
 
-def _run(
-    op: str, rows: list[torch.Tensor], rate: Optional, unit: Optional, initial_state: Optional,
+def vector_state(
+    x: torch.Tensor, g: torch.Tensor, op: str, gates: Gates | None = None, *, initial_state: Optional,
     output_final_state: bool, cu_seqlens: Optional, sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+    """h_t = e^{g_t} h_{t-1} + x_t of x and natural-log gates g [B, T, D], already validated: all h_t in x's dtype, and
+    the final states [N, D]. Gates below -104 act as that, and have no gradient. With `gates`, kernels make both; g are
+    the RG-LRU's r then."""
     from flexsp.kernels.channel_tiling import channels_of_head
 
-    x, flags = rows[0], f"{int(rate is not None)}{int(unit is not None)}"
     heads = (-1, channels_of_head(x.shape[2]))
-    tensors = [each.unflatten(2, heads) for each in rows]
-    tensors += [] if rate is None else [rate.unflatten(0, heads)]
-    tensors += [] if unit is None else [unit.to(torch.int32)]
+    tensors, flags = [x.unflatten(2, heads), g.unflatten(2, heads)], "00"
+    if gates is not None:
+        tensors += [gates.entry.unflatten(2, heads), gates.rate.unflatten(0, heads)]
+        tensors += [] if gates.unit is None else [gates.unit.to(torch.int32)]
+        flags = "10" if gates.unit is None else "11"
     initial = None if initial_state is None else initial_state.unflatten(1, heads)
     form = f"{flags}|{op} on {x.dtype}{', packed' if cu_seqlens is not None else ''}"
     o, last = _Vector.run(form, tensors, initial, cu_seqlens, output_final_state=output_final_state, sp=sp)

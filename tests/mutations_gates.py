@@ -8,6 +8,12 @@ __all__ = ["GATES"]
 
 _OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
 _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
+_THEN = " + p, valid, C)\n            starts = starts_of(unit, c, b, doc, first, PACKED, UNIT)\n        dos"
+_LRU = "tests/test_vector_state.py::test_rg_lru_in_kernels"
+_LRU_FIRST = _LRU + "[first tokens-float32-1000]"
+_LRU_DOCUMENTS = _LRU + "[documents-bfloat16-1000]"
+_LRU_LONG = _LRU + "[several programs-float16-1]"
+_LRU_CLOSED = _LRU + "[gates that close-float32-1000]"
 _LAYERS = "tests/test_gated_layers.py::test_formulas"
 _RWKV7 = "tests/test_rwkv7_layer.py::test_formulas"
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
@@ -101,10 +107,54 @@ GATES = [
         "flexsp/ops/rg_lru.py",
         ("-torch.expm1(2 * g)", "-torch.expm1(g)", "inputs are weighed by another root", _OPS),
         ("torch.where(closed, 1.0, x).sqrt()", "x.sqrt()", "a gate that underflowed has no gradient", _SIZES),
-        ("(positions(T, x.device, None, group) == 0)", "(positions(T, x.device, None, None) == 0)",
-         "every rank's first token has a weight of 1", "tests/test_gated_layers.py::test_recurrent_gemma"),
-        ("here = here & unit_start[document", "here = here | unit_start[document",
+        ("torch.arange(start, start + 1, ", "torch.arange(0, 1, ", "every rank's first token has a weight of 1",
+         "tests/test_gated_layers.py::test_recurrent_gemma", _LRU + "_over_ranks[None]"),
+        ("(document < N) & begin[document", "(document < N) | begin[document",
          "documents that go on have a first token", "tests/test_vector_gates.py::test_unit_start"),
+    ),
+    *_in(
+        "flexsp/kernels/vector/rg_lru.py",
+        ("(c == 0) & (tl.load", "(c >= 0) & (tl.load", "every chunk's first token has a weight of 1", _LRU_FIRST),
+        ("first & (tl.load(unit + doc", "first & (tl.load(unit + b", "all documents begin as the first one does",
+         _LRU_DOCUMENTS),
+        ("tl.where(there, g, 0.0)", "g", "states decay where no tokens are", _LRU_FIRST),
+        ("tl.maximum(rate * opened, GATE_MIN, propagate_nan=tl.PropagateNan.ALL)", "rate * opened",
+         "gates are not clamped", _LRU_CLOSED),
+        ("1.0 / (1.0 + tl.exp2(-x * LOG2E))", "1.0 / (1.0 + tl.exp2(-x))", "sigmoids are in base 2", _LRU_FIRST),
+        ("tl.where(z > _NEAR_ZERO, series, 1.0 - a * a)", "1.0 - a * a", "roots of open gates cancel", _LRU_CLOSED),
+        ("z * (1 / 24 + z * series)", "z * (1 / 24)", "the series of roots is too short", _LRU_FIRST),
+        ("there = rest >= _LEAST", "there = rest >= 0.0", "a gate that underflowed is NaN", _LRU_CLOSED),
+        ("slope = -a * a * inverse", "slope = -a * inverse", "roots have another derivative", _LRU_FIRST),
+        ("slope = tl.where(starts, 0.0, slope)", "slope = slope + 0.0", "first tokens have a root's gradient",
+         _LRU_FIRST),
+        ("w * x * (1.0 - entry)", "w * x", "the input gate has another derivative", _LRU_FIRST),
+        ("slope * entry * x\n", "slope * x\n", "the gate's gradient lacks the input gate", _LRU_FIRST),
+        ("dg * g * (1.0 - opened), ", "dg * g, ", "the recurrence gate has another derivative", _LRU_FIRST),
+        ("tl.where(there, dg * opened, 0.0)", "dg * opened", "places without tokens have rates", _LRU_FIRST),
+        ("added = added + (w * xs[i],)", "added = added + (w,)", "states do not see x", _LRU_FIRST),
+    ),
+    *_in(
+        "flexsp/kernels/vector/walks.py",
+        ("e_st, head * e_sh" + _THEN, "g_st, head * g_sh" + _THEN, "input gates lie as the other gates do", _LRU_FIRST),
+        ("h = kept + w * xs[i]", "h = kept", "gradients see states without their tokens", _LRU_FIRST),
+        ("(gate, kept + to_g, opened", "(gate, kept, opened", "gates have no gradient by what is added", _LRU_FIRST),
+        ("to_x = back * slopes[i][3]", "to_x = back", "x has the gradient of what is added", _LRU_FIRST),
+        ("back * slopes[i][4]", "slopes[i][4]", "input gates have a gradient of their own", _LRU_FIRST),
+        ("of_chunk += to_rate", "of_chunk = to_rate", "rates have the gradient of a chunk's first token", _LRU_FIRST),
+        ("of_segment += of_chunk", "of_segment = of_chunk", "rates have the gradient of one chunk", _LRU_LONG),
+        ("gs = gates_of(gs, per_channel, length, C)", "gs = gs", "adjoints decay by raw gates", _LRU_FIRST),
+    ),
+    *_in(
+        "flexsp/kernels/vector/vector_plan.py",
+        ('return ["d_rate"] if self.form.gated else []', "return []", "parameters of no tokens have gradients of NaN",
+         _LRU_FIRST),
+        ('"r", "i", "rate", "unit" if self.form.unit', '"i", "r", "rate", "unit" if self.form.unit',
+         "the gates change places", _LRU_FIRST),
+    ),
+    *_in(
+        "flexsp/kernels/vector/op.py",
+        ("GATED if self.inputs.gated else LIMITS", "LIMITS", "gates have twice the channels that registers hold",
+         "tests/test_vector_state.py::test_what_the_interpreter_cannot_show[RG-LRU]"),
     ),
     *_in(
         "flexsp/nn/layers.py",

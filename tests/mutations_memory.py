@@ -200,11 +200,11 @@ MEMORY = [
         ("total += gs[i]", "total += 2 * gs[i]", "segments decay twice", _VECTOR + "[plain]"),
         ("dh = decay_of(gs[C - 1 - i]) * (dh + dos[C - 1 - i])", "dh = decay_of(gs[C - 1 - i]) * dh + dos[C - 1 - i]",
          "adjoints lack a decay", _VECTOR + "[plain]"),
-        ("dh = decay_of(gs[i]) * back\n", "dh = back\n", "gradients leave tokens before they decay",
+        ("dh = decay_of(slopes[i][0]) * back\n", "dh = back\n", "gradients leave tokens before they decay",
          _VECTOR + "[plain]"),
         ("dh = tl.where(first, 0.0, dh)  #", "dh = dh  #", "gradients pass documents",
          _VECTOR + "[documents]"),
-        ("kept = kept + (decay_of(gs[i]) * h,)", "kept = kept + (h,)", "gates have the gradient of all states",
+        ("((gs[i], kept),)", "((gs[i], h),)", "gates have the gradient of all states",
          _VECTOR + "[plain]"),
     ),
     *_in(

@@ -87,7 +87,7 @@ OPS = [
     ),
     *_in(
         "flexsp/kernels/vector/walks.py",
-        ("o_st, head * o_sh + p, valid, C)\n        kept", "o_st, head + p, valid, C)\n        kept", "outputs of later channels answer for the first",
+        ("o_st, head * o_sh + p, valid, C)\n        slopes", "o_st, head + p, valid, C)\n        slopes", "outputs of later channels answer for the first",
          "tests/test_vector_state.py::test_kernels[several programs]"),
     ),
     *_in(

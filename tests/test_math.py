@@ -262,6 +262,19 @@ def test_vector_states() -> None:
     close({"x": y, "g": y * earlier, "h": g[0].exp() * y[0]}, dict(zip("xgh", want, strict=True)))
 
 
+def test_gates_of_the_rg_lru() -> None:
+    """Section 9, of one token, with e^{g_t} h_{t-1} of a state before it."""
+    u, r, i, rate, y, before = normal(K), normal(K), normal(K), gates(K), normal(K).detach(), normal(K).detach()
+    g = rate * r.sigmoid()
+    s = (-torch.expm1(2 * g)).sqrt()
+    h = g.exp() * before + s * i.sigmoid() * u
+    want = torch.autograd.grad(h, (u, r, i, rate), y)
+    w, e = s * i.sigmoid(), g.exp()
+    dg = y * (e * before - e**2 / s * i.sigmoid() * u)
+    got = [y * w, dg * g * (1 - r.sigmoid()), y * w * u * (1 - i.sigmoid()), dg * r.sigmoid()]
+    close(dict(zip("urid", got, strict=True)), dict(zip("urid", want, strict=True)))
+
+
 def test_the_normaliser() -> None:
     """Section 10."""
     n, d, do = normal(C, V), normal(C).detach().abs().add(1).requires_grad_(), torch.randn(C, V, dtype=torch.float64)

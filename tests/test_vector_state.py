@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
 from flexsp.runtime.triton_private import RELEASE
-from flexsp.testing.compare import WIDE, check_op, relative_error
+from flexsp.testing.compare import WIDE, assert_close, check_op, relative_error
 from flexsp.testing.oracles import token_loop
 from flexsp.testing.ranks import run_ranks
 from tests.harness import vector_gates
@@ -105,23 +107,149 @@ def test_kernels(kind: str) -> None:
         run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED)
 
 
-def rg_lru_in_kernels(sp: SequenceParallel, dtype: torch.dtype, seed: int) -> int:
+# The RG-LRU, whose gates kernels make ---------------------------------------------------------------------------------
+
+LRU_KINDS = ["plain", "several programs", "wide gates", "documents", "first tokens", "gates that close"]
+LRU_CASES = [(kind, dtype, n) for kind in LRU_KINDS for dtype in ("float32", "bfloat16", "float16") for n in (1, 1000)]
+LRU_QUICK = [
+    ("first tokens", "float32", 1000), ("documents", "bfloat16", 1000), ("several programs", "float16", 1),
+    ("gates that close", "float32", 1000),
+]  # fmt: skip
+
+
+def rg_lru_case(kind: str, seed: int) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
+    """Inputs, what the op is given beside them, and the token loop."""
+    drawn, others, loop = functools.partial(vector_gates.draw, "rg_lru", seed=seed), {}, {}
+    if kind == "documents":
+        inputs = drawn(1, 23, states=5) | {"cu_seqlens": torch.tensor([0, 0, 9, 12, 22, 23])}
+        others = {"unit_start": torch.tensor([True, True, False, True, False])}
+        loop = {"starts": [(0, 0), (0, 12)]}
+    elif kind == "first tokens":
+        inputs, others, loop = drawn(2, 13, states=2), {"unit_start": torch.tensor([False, True])}, {"starts": [(1, 0)]}
+    elif kind == "several programs":
+        inputs = drawn(1, 12, states=1, K=35)
+    elif kind == "gates that close":
+        inputs = drawn(1, 17, states=1, K=12)
+        inputs["Lambda"][::3], inputs["Lambda"][1::3] = 40.0, -25.0
+        inputs["r"][:, ::5] = -60.0  # a gate of 0
+        inputs["r"][:, 3::5] -= 20.0
+        inputs["r"][:, 4::5] += 30.0
+    else:
+        inputs = drawn(2, 21, states=2)
+    return inputs, others, loop
+
+
+def rg_lru_in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, segments: int, seed: int) -> int:
     """Compares `rg_lru` with its token loop; how many kernels ran."""
-    from flexsp.kernels.vector import op
+    from flexsp.kernels.vector import op, vector_plan
 
-    inputs = vector_gates.draw("rg_lru", 1, 40, states=4, seed=seed)
-    inputs |= {"cu_seqlens": torch.tensor([0, 0, 13, 39, 40])}
-    with poisoned(1000):
-        given = vector_gates.OPS["rg_lru"]
-        check_op(given.chunk, given.oracle, inputs, dtype=dtype, wide=vector_gates.KEPT_WIDE)
-    return len(op._executables)
+    inputs, others, loop = rg_lru_case(kind, seed)
+    limits = vector_plan.GATED._replace(programs=1)  # for few tokens, segments of several chunks
+    wide = (*vector_gates.KEPT_WIDE, *("r", "i") * (kind == "wide gates"))
+    laid = itertools.cycle((lambda x: x, beside_others, lambda x: x.transpose(0, -1).contiguous().transpose(0, -1)))
+    with poisoned(segments), patch.object(vector_plan, "GATED", limits):
+        check_op(
+            ops.rg_lru, functools.partial(vector_gates.rg_lru, **loop), inputs, dtype=dtype, wide=wide,
+            op_kwargs=others, arrange=lambda x: next(laid)(x),
+        )  # fmt: skip
+        if kind == "first tokens":
+            nothing(dtype)
+        if kind == "gates that close":
+            edges(dtype)
+    return len(op._Vector._executables)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rg_lru_in_kernels(dtype: torch.dtype) -> None:
-    (found,) = run_ranks(rg_lru_in_kernels, 1, dtype, random.randrange(2**31), env=INTERPRETED)
+def beside_others(x: Tensor) -> Tensor:
+    """The same values, with NaN behind every row."""
+    return torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]]
+
+
+def nothing(dtype: torch.dtype) -> None:
+    """Without tokens the state passes, and parameters have gradients of 0."""
+    inputs = vector_gates.draw("rg_lru", 2, 0, states=2)
+    leaves = {key: x.to(torch.float32 if key in vector_gates.KEPT_WIDE else dtype) for key, x in inputs.items()}
+    leaves = {key: x.requires_grad_() for key, x in leaves.items()}
+    o, state = ops.rg_lru(**leaves, output_final_state=True)
+    assert torch.equal(state, leaves["initial_state"]) and o.shape == leaves["x"].shape and o.dtype == dtype
+    found = torch.autograd.grad(state.sum(), [leaves["initial_state"], leaves["Lambda"]])
+    assert found[0].eq(1).all() and not found[1].any()
+
+
+def edges(dtype: torch.dtype) -> None:
+    """A rate of -inf forgets, and its gates have no gradient; a gate that has underflowed to 0 keeps all of the state,
+    adds nothing to it, and has no gradient either."""
+    leaves = vector_gates.draw("rg_lru", 1, 17)
+    leaves["Lambda"][0] = torch.inf
+    leaves["r"][:, 4, 1:] = leaves["r"][:, 11, 1:] = -200.0
+    leaves = {key: x.to(torch.float32 if key == "Lambda" else dtype).requires_grad_() for key, x in leaves.items()}
+    o, _ = ops.rg_lru(**leaves)
+    grads = dict(zip(leaves, torch.autograd.grad(o.float().square().sum(), [*leaves.values()]), strict=True))
+    assert all(x.isfinite().all() for x in (o, *grads.values())), grads
+    alone = leaves["x"].double() * leaves["i"].double().sigmoid()
+    assert relative_error(o[..., 0], alone[..., 0]) < 4 * torch.finfo(dtype).eps
+    assert not grads["r"][..., 0].any() and not grads["Lambda"][0] and grads["Lambda"][1:].all()
+    for t in (4, 11):
+        assert torch.equal(o[:, t, 1:], o[:, t - 1, 1:])
+        assert not any(grads[key][:, t, 1:].any() for key in ("x", "r", "i"))
+
+
+@pytest.mark.parametrize(("kind", "dtype", "segments"), quick(LRU_CASES, *LRU_QUICK))
+def test_rg_lru_in_kernels(kind: str, dtype: str, segments: int) -> None:
+    """Values and all gradients, of Lambda too, in one segment and in several. Inputs lie in three ways."""
+    seed = random.randrange(2**31)
+    (found,) = run_ranks(rg_lru_in_kernels, 1, kind, getattr(torch, dtype), segments, seed, env=INTERPRETED)
     assert found > 0
+
+
+LENGTHS = [0, 17, 22]
+
+
+def rg_lru_over_ranks(sp: SequenceParallel, seed: int, documents: list[int] | None) -> Tensors:
+    """This rank's part, and its gradients; the state of a text without documents begins with zeros."""
+    inputs, start = vector_gates.draw("rg_lru", 1, 39, states=5 if documents else 0, seed=seed), sum(LENGTHS[: sp.rank])
+    here = slice(start, start + LENGTHS[sp.rank])
+    mine = {key: (x[:, here] if key in ("x", "r", "i") else x).float().requires_grad_() for key, x in inputs.items()}
+    with poisoned(1000):
+        sp.set_lengths(LENGTHS)
+        given = {"unit_start": True} if documents is None else packed(documents)
+        o, state = ops.rg_lru(**mine, **given, output_final_state=True, sp=sp)
+        cotangents = [x.float() for x in answers_of(seed, documents)]
+        pairs = [(o, cotangents[0][:, here]), *([] if state is None else [(state, cotangents[1])])]
+        grads = torch.autograd.grad([x for x, _ in pairs], [*mine.values()], [x for _, x in pairs])
+    return {"o": o.detach(), **dict(zip(mine, grads, strict=True))}
+
+
+def packed(documents: list[int]) -> dict[str, Any]:
+    """The second has begun before; the fourth is empty."""
+    return {"cu_seqlens": torch.tensor(documents), "unit_start": torch.tensor([True, False, True, False, True])}
+
+
+def answers_of(seed: int, documents: list[int] | None) -> list[Tensor]:
+    made = torch.Generator().manual_seed(seed + 1)
+    shapes = (1, 39, 18), (len(documents) - 1 if documents else 1, 18)
+    return [torch.randn(shape, generator=made, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("documents", [None, [0, 4, 9, 30, 30, 39]])
+def test_rg_lru_in_kernels_over_ranks(documents: list[int] | None) -> None:
+    """The first rank has no tokens; gradients of Lambda add up over ranks."""
+    seed = random.randrange(2**31)
+    parts = run_ranks(rg_lru_over_ranks, 3, seed, documents, env=INTERPRETED)
+    whole = vector_gates.draw("rg_lru", 1, 39, states=5 if documents else 0, seed=seed)
+    starts = [(0, 0)] if documents is None else [(0, 0), (0, 9), (0, 30)]
+    given = {} if documents is None else {"cu_seqlens": torch.tensor(documents)}
+    found: list[Tensors] = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = {key: x.to(dtype).requires_grad_() for key, x in whole.items()}
+        o, state = vector_gates.rg_lru(**leaves, **given, starts=starts, engine=token_loop)
+        grads = torch.autograd.grad([o, state], [*leaves.values()], [x.to(dtype) for x in answers_of(seed, documents)])
+        found.append({"o": o.detach(), **dict(zip(leaves, grads, strict=True))})
+    want, low = found
+    worst = max(relative_error(low[key], want[key]) for key in want)  # the tensors are small
+    for key in want:
+        each = [part[key] for part in parts]
+        got = torch.cat(each, 1) if key in ("o", "x", "r", "i") else torch.stack(each).sum(0)
+        assert_close(key, got, want[key], low[key], worst)
 
 
 def in_kernels_over_ranks(sp: SequenceParallel, seed: int, documents: list[int] | None) -> dict[str, Tensor]:
@@ -189,13 +317,19 @@ def in_a_graph(sp: SequenceParallel, seed: int) -> None:
 
 # Compiled for sm_90 ---------------------------------------------------------------------------------------------------
 
-CONFIGS: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"docs": 4}, "odd sizes": {"D": 301, "dtype": "float32"}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {}, "packed": {"docs": 4}, "odd sizes": {"D": 301, "dtype": "float32"},
+    "RG-LRU": {"D": 4096, "gated": True}, "RG-LRU, packed": {"D": 4096, "docs": 4, "gated": True},
+    "RG-LRU, odd sizes": {"D": 301, "dtype": "float32", "gated": True},
+}  # fmt: skip
 
 
-def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs: int = 0) -> list[dict[str, Any]]:
+def compile_config(
+    dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs: int = 0, gated: bool = False
+) -> list[dict[str, Any]]:
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels import executable, operators
-    from flexsp.kernels.vector.op import vector_state
+    from flexsp.kernels.vector.op import Gates, vector_state
     from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
@@ -203,12 +337,17 @@ def compile_config(dtype: str = "bfloat16", T: int = 32768, D: int = 2048, docs:
 
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     operators.chunk_table = lambda *args: meta(T // 8 + docs, 5, kind=torch.int32)  # type: ignore[assignment]
-    x, g = (meta(1, T, D, kind=getattr(torch, dtype)) for _ in range(2))
+    x, g, e = (meta(1, T, D, kind=getattr(torch, dtype)) for _ in range(3))
+    others: dict[str, Any] = {
+        "initial_state": meta(docs or 1, D), "output_final_state": True, "sp": None,
+        "cu_seqlens": meta(docs + 1, kind=torch.int64) if docs else None,
+    }  # fmt: skip
     with record_launches() as launches:
-        o, last = vector_state(
-            x, g, "hgrn", initial_state=meta(docs or 1, D), output_final_state=True,
-            cu_seqlens=meta(docs + 1, kind=torch.int64) if docs else None, sp=None,
-        )  # fmt: skip
+        if gated:
+            gates = Gates(e, meta(D), meta(docs or 1, kind=torch.bool))
+            o, last = vector_state(x, g, "rg_lru", gates, **others)
+        else:
+            o, last = vector_state(x, g, "hgrn", **others)
         assert last is not None
         torch.autograd.backward([o, last], [o.detach(), last.detach()])
     return told_of(launches)

@@ -16,7 +16,7 @@ from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.kernels import gates
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.engine import asks_for_kernels
-from flexsp.kernels.vector.op import vector_state
+from flexsp.kernels.vector.op import Gates, vector_state
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread
 
@@ -162,12 +162,13 @@ def run_matrix(
     return blocks.outputs(o), final_state(blocks.joined(final), call)
 
 
-def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optional]:
+def run_vector(op: str, x: Tensor, g: Tensor, call: Call, made_of: Gates | None = None) -> tuple[Tensor, Optional]:
     """Runs an op with vector states on x and log gates g, both [B, T, D]: the checks that all of them have, then the
     kernels of vector states or, in PyTorch, a program.
 
     Args:
         op: the name by which ranks compare their calls.
+        made_of: where kernels run, what they make inputs and log gates of; the gates of `vector_state`.
     """
     (D,) = known(x.shape[2])
     group = check.resolve(call.sp, x)
@@ -177,8 +178,8 @@ def run_vector(op: str, x: Tensor, g: Tensor, call: Call) -> tuple[Tensor, Optio
     check.same_call(group, op, x, D, N, call.cu_seqlens is None)
     if asks_for_kernels(x.is_cuda, x.dtype):
         o, final = vector_state(
-            x, g, op, initial_state=initial, output_final_state=call.output_final_state, cu_seqlens=call.cu_seqlens,
-            sp=group,
+            x, g, op, made_of, initial_state=initial, output_final_state=call.output_final_state,
+            cu_seqlens=call.cu_seqlens, sp=group,
         )
         return o, final_state(final, call)
     g, K = clamped(g, x), next(size for size in range(min(D, _MOST_CHANNELS), 0, -1) if D % size == 0)

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.exceptions import check_number
+from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.vector.op import Gates
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
-from flexsp.scan.tokens import begins, positions
+from flexsp.scan.tokens import begins
 
 __all__ = ["recurrent_rg_lru", "rg_lru"]
 
@@ -35,6 +37,9 @@ def rg_lru(
     De et al. 2024, Griffin (arXiv 2402.19427), eq. 1-4; every channel by itself. In these equations the first token of
     a text is weighed like all others. The authors' code, and RecurrentGemma in transformers, take it with a weight of
     1 in the place of sqrt(1 - a_t^2): ``unit_start=True``.
+
+    Kernels make a_t and the weighted inputs of x, r and i wherever they need them: no tensor of either is in memory,
+    and none is kept for the backward pass but the state before every eighth token, in float32.
 
     Args:
         x: [B, T, D], float16, bfloat16, float32 or float64, any strides.
@@ -67,7 +72,10 @@ def rg_lru(
     """
     call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
     _check(x, r, i, Lambda, c)
-    inputs, gates = _gated(x, r, i, Lambda, c, _starts(unit_start, x, call))
+    rate, begin = _rate(Lambda, c, x), _beginning(unit_start, x, call)
+    if asks_for_kernels(x.is_cuda, x.dtype):
+        return programs.run_vector("rg_lru", x, r, call, Gates(i, rate, begin))
+    inputs, gates = _gated(x, r, i, rate, _starts(begin, x, call))
     o, state = programs.run_vector("rg_lru", inputs, gates, call)
     return o.to(x.dtype), state
 
@@ -97,7 +105,8 @@ def recurrent_rg_lru(
     """
     call = programs.Call(initial_state, output_final_state)
     _check(x, r, i, Lambda, c)
-    inputs, gates = _gated(x, r, i, Lambda, c, _starts(unit_start, x, call))
+    begin = _beginning(unit_start, x, call)
+    inputs, gates = _gated(x, r, i, _rate(Lambda, c, x), _starts(begin, x, call))
     return programs.recur_vector(x, inputs, gates, call)
 
 
@@ -111,8 +120,13 @@ def _check(x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tens
         check.fail("c", "a number above 0", repr(c))
 
 
-def _starts(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.Call) -> torch.Tensor | None:
-    """The mask [B, T] or [1, T] of this rank's tokens with a weight of 1; None if there are none."""
+def _rate(Lambda: torch.Tensor, c: float, x: torch.Tensor) -> torch.Tensor:
+    """The log decays of open gates [D], in the accumulation dtype."""
+    return -c * F.softplus(programs.wide(Lambda, x))
+
+
+def _beginning(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.Call) -> torch.Tensor | None:
+    """Which texts [N] begin with a weight of 1, on this rank unless they are documents; None if none does."""
     if not isinstance(unit_start, torch.Tensor):
         check.check_flag("unit_start", unit_start)
         if not unit_start:
@@ -122,25 +136,34 @@ def _starts(unit_start: bool | torch.Tensor, x: torch.Tensor, call: programs.Cal
     group = check.resolve(call.sp, x)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, x, "x", group)
     check.same_call(group, "rg_lru", x, "unit_start")
-    N, T = check.number_of_states(x.shape[0], call.cu_seqlens), x.shape[1]
-    if isinstance(unit_start, torch.Tensor):
-        check.check_tensor("unit_start", unit_start, (N,), "[N]", dtypes=(torch.bool,), device=x.device)
+    N = check.number_of_states(x.shape[0], call.cu_seqlens)
+    if not isinstance(unit_start, torch.Tensor):
+        unit_start = torch.ones(N, dtype=torch.bool, device=x.device)
+    check.check_tensor("unit_start", unit_start, (N,), "[N]", dtypes=(torch.bool,), device=x.device)
+    if call.cu_seqlens is None and group is not None:
+        start = group.shard_range(x.shape[1])[0]  # a graph may not know it
+        unit_start = unit_start & (torch.arange(start, start + 1, device=x.device) == 0)
+    return unit_start
+
+
+def _starts(begin: torch.Tensor | None, x: torch.Tensor, call: programs.Call) -> torch.Tensor | None:
+    """The mask [B, T] or [1, T] of this rank's tokens with a weight of 1, of what `_beginning` says."""
+    if begin is None:
+        return None
+    T = x.shape[1]
     if call.cu_seqlens is None:
-        first = (positions(T, x.device, None, group) == 0).unsqueeze(0)
-        return first & unit_start.unsqueeze(1) if isinstance(unit_start, torch.Tensor) else first
-    document = begins(T, call.cu_seqlens.to(torch.int64), group)
-    here = (document >= 0) & (document < N)
-    if isinstance(unit_start, torch.Tensor):
-        here = here & unit_start[document.clamp(0, N - 1)]
-    return here.unsqueeze(0)
+        return begin.unsqueeze(1) & (torch.arange(T, device=x.device) == 0)
+    document = begins(T, call.cu_seqlens.to(torch.int64), check.resolve(call.sp, x))
+    N = begin.shape[0]
+    return ((document >= 0) & (document < N) & begin[document.clamp(0, N - 1)]).unsqueeze(0)
 
 
 def _gated(
-    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tensor, c: float, starts: torch.Tensor | None
+    x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, rate: torch.Tensor, starts: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What is added to the state, and the log gates, both [B, T, D] in the accumulation dtype."""
-    strength, recurrence, entry = F.softplus(programs.wide(Lambda, x)), programs.wide(r, x), programs.wide(i, x)
-    g = programs.clamped(-c * strength * recurrence.sigmoid(), x)
+    recurrence, entry = programs.wide(r, x), programs.wide(i, x)
+    g = programs.clamped(rate * recurrence.sigmoid(), x)
     weight = _root(-torch.expm1(2 * g))
     if starts is not None:
         weight = weight.masked_fill(starts.unsqueeze(-1), 1.0)

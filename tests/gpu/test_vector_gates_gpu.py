@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.testing.compare import DRAWS
+from flexsp.testing.compare import DRAWS, check_functions
 from flexsp.testing.oracles import token_loop
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right
 from tests.harness.keys import Keys, wrong
@@ -60,6 +60,41 @@ def check(
     rounded = call(op.oracle, engine=float32_sums)
     sums = Sums((op.gate,), rounded, DRAWS) if strength != 1.0 and dtype == torch.float32 else None
     assert_right(chunk, call(op.oracle, engine=token_loop), chunk, leaves, do, dfinal, dtype, seed, sums=sums)
+
+
+@pytest.mark.parametrize("T", [32_768, 131_072])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.usefixtures("poisoned")
+def test_recurrent_gemma(T: int, packed: bool, seed: int) -> None:
+    """`rg_lru` of 4096 channels in bfloat16, values and all gradients."""
+    recurrent_gemma(T, 4096, packed, seed)
+
+
+def recurrent_gemma(T: int, D: int, packed: bool, seed: int, device: torch.device = CUDA) -> None:
+    """Channels do not see each other: float64, and bfloat16 in PyTorch, have some of them. Decays of open gates are
+    those that the layer begins with."""
+    made, kept = torch.Generator(device).manual_seed(seed), slice(D // 3, None, D // 16)
+    drawn = [torch.randn(1, T, D, generator=made, device=device).bfloat16() for _ in range(4)]
+    inputs, do = dict(zip("xri", drawn, strict=False)), drawn[3]
+    most = torch.empty(D, device=device).uniform_(0.9, 0.999, generator=made)
+    inputs["Lambda"] = (-most.log() / 8).expm1().log()
+    bounds = {"cu_seqlens": torch.tensor([0, T // 3, T // 3, T - 5])} if packed else {}
+
+    def solved(channels: slice, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        leaves = {
+            name: x[..., channels].to(device, torch.promote_types(dtype, x.dtype)).requires_grad_()
+            for name, x in inputs.items()
+        }  # fmt: skip
+        given = {name: x.to(device) for name, x in bounds.items()}
+        o, _ = OPS["rg_lru"].chunk(**leaves, **given, unit_start=True)
+        grads = torch.autograd.grad(o, [*leaves.values()], do[..., channels].to(o.device, o.dtype))
+        found = {"o": o.detach(), **{f"d{name}": x for name, x in zip(leaves, grads, strict=True)}}
+        return {name: (x[..., kept] if x.shape[-1] == D else x).cpu() for name, x in found.items()}
+
+    cpu = torch.device("cpu")
+    got = solved(slice(None), device, torch.bfloat16)
+    want, low = (solved(kept, cpu, dtype) for dtype in (torch.float64, torch.bfloat16))
+    check_functions([got], [want], [low])
 
 
 @pytest.mark.parametrize("name", OPS)

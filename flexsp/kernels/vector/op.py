@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.kernels.engine import Engine, register
+from flexsp.kernels.engine import Engine, neighbours, register
 from flexsp.kernels.operators import Asked
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ import torch
 
 from flexsp.devices import H200, planned_for
 from flexsp.kernels.diagonal.tiling import make_tiling
-from flexsp.testing.cases import Shape
+from flexsp.testing.cases import CASES, Shape
 from flexsp.testing.ranks import run_ranks
 from tests.harness.diagonal import ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk
 from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.op_cases import OTHER_CASES
 
 
 def test_several_sequences_heads_and_tiles_of_keys() -> None:
@@ -111,3 +112,28 @@ def _far_apart(sp: Any, file: str) -> float:
 def test_heads_of_gates_that_lie_far_apart(tmp_path: Any) -> None:
     """Strides fit 32 bits, offsets do not."""
     assert run_ranks(_far_apart, 1, str(tmp_path / "gates"), env=INTERPRETED) == [0.0]
+
+
+def _unlike(sp: Any, seed: int) -> list[str]:
+    """Ops whose outputs or gradients change where final states are given back and initial states have gradients."""
+    cases = {name: CASES[name] for name in ("retention", "simple_gla", "mamba2")}
+    cases |= {name: OTHER_CASES[name] for name in ("hgrn", "rg_lru", "selective_scan")}
+    shape, bad = Shape(B=1, T=70, H=2, K=16, V=16, states=1), []
+    for name, case in cases.items():
+        made = {x: t.float() for x, t in case.make(shape, torch.Generator().manual_seed(seed)).items()}
+        initial, found = 0 * made.pop("initial_state"), []
+        for whole in (False, True):
+            x = {name: t.clone().requires_grad_() for name, t in made.items()}
+            states = {"initial_state": initial.requires_grad_(), "output_final_state": True} if whole else {}
+            with poisoned(3, 2):
+                o, final = case.op(**x, **states)
+                loss = o.sum() + 0 * final.sum() if whole else o.sum()
+                found.append([o, *torch.autograd.grad(loss, [*x.values(), *([initial] if whole else [])])[: len(x)]])
+        bad += [] if all(torch.equal(a, b) for a, b in zip(*found, strict=True)) else [name]
+    return bad
+
+
+def test_states_that_nobody_reads_change_nothing(seed: int) -> None:
+    """What the last segment adds is left out where no state leaves it."""
+    (bad,) = run_ranks(_unlike, 1, seed, env=INTERPRETED)
+    assert not bad

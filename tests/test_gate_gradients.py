@@ -29,6 +29,7 @@ from flexsp.testing.ranks import run_ranks
 from tests.harness import mlstm as mlstm_calls
 from tests.harness import vector_gates as vector
 from tests.harness.interpreted import INTERPRETED
+from tests.marks import slow
 
 BF16 = torch.bfloat16
 T, CLOSED, K, V = 130, 71, 16, 16
@@ -207,3 +208,45 @@ def test_nothing_is_carried_over_chunks_in_bfloat16(segments: int, packed: bool)
     (found,) = run_ranks(long_errors, 1, segments, packed, random.randrange(2**31), env=INTERPRETED, timeout=200)
     over = [f"{key}: {error:.1e}, at most {bound:.1e}" for key, (error, bound) in found.items() if not error <= bound]
     assert not over, "\n".join(over)
+
+
+def errors_of_states(sp: Any, K: int, V: int, seed: int) -> list[float]:
+    """Of gates that only sums over chunks tell of, with states that all round down by 0.4 % in bfloat16.
+
+    First of what tokens wrote for a last state: nothing of it was there before the first token, whose gate has a
+    gradient of 0; its error is relative to what they wrote. Then of what tokens read in the second of two chunks.
+    """
+    if K >= 128:
+        from tests.harness.gluon_in_torch import install
+
+        install()
+    made = torch.Generator().manual_seed(seed)
+    off = torch.full((1, 1, K, V), 1.0038)
+
+    def draw(T: int, n: int) -> Tensor:
+        return torch.rand(1, T, 1, n, generator=made).to(BF16)
+
+    def gradient(op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, do: Tensor, S: Tensor, dS: Tensor) -> Tensor:
+        kind = torch.float64 if op is oracles.simple_gla else torch.float32
+        g = torch.full(q.shape[:3], -0.02, dtype=kind).requires_grad_()
+        x = [t.double() if kind == torch.float64 else t for t in (q, k, v)]
+        last = {} if op is oracles.simple_gla else {"output_final_state": True}
+        o, final = op(*x, g, initial_state=S.to(kind), scale=0.1, **last)
+        (found,) = torch.autograd.grad([o, final], g, [do.to(o), dS.to(final)])
+        return found.double().flatten()
+
+    k, v, zero = draw(64, K), draw(64, V), torch.zeros(1, 64, 1, K).to(BF16)
+    wrote = gradient(ops.chunk_simple_gla, zero, k, v, torch.zeros_like(v), 0 * off, off)
+    far = gradient(oracles.simple_gla, zero, k, v, torch.zeros_like(v), 0 * off, off).abs().max()
+    q, k, do = draw(128, K), torch.zeros(1, 128, 1, K).to(BF16), draw(128, V)
+    do[:, :64] = 0.0
+    read, want = (
+        gradient(op, q, k, torch.zeros_like(do), do, off, 0 * off) for op in (ops.chunk_simple_gla, oracles.simple_gla)
+    )
+    return [(wrote[0].abs() / far).item(), ((read - want)[:64].abs().max() / want[0].abs()).item()]
+
+
+@pytest.mark.parametrize(("K", "V"), [(16, 16), (128, 256), *slow((256, 256))])
+def test_sums_over_chunks_take_states_in_full(K: int, V: int) -> None:
+    (found,) = run_ranks(errors_of_states, 1, K, V, random.randrange(2**31), env=INTERPRETED, timeout=200)
+    assert max(found) < 4e-4, found

@@ -147,7 +147,7 @@ DIAGONAL = [
     *_in(
         "flexsp/kernels/engine.py",
         ("(not sp.is_last, sp.rank > 0)", "(sp.rank > 0, not sp.is_last)",
-         "ranks leave out what their neighbours wait for", "tests/test_mlstm_kernels.py::test_ranks_equal_one_rank"),
+         "ranks leave out what their neighbours wait for", "tests/test_vector_state.py::test_kernels_over_ranks"),
     ),
     *_in(
         "flexsp/kernels/vector/walks.py",

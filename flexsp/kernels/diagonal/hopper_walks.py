@@ -217,11 +217,11 @@ def walk_kernel(
     ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end.
 
     SUMS: x [B, T, *, U] is read as u is, and all in fp32 is left of_tokens [B, H, chunks, tiles, 8, C], x_i times out_i
-    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], sums over tokens of
-    x_i times what it reads of X, which is then in two parts of bf16, and to the left of_pairs [B, H, chunks, tiles, C /
-    16, C], pairs of the chunk, and edges [tiles, B, n_seg, H], X times the state `other` at the segment's edge. ENDS,
-    to the right: edges [N, H, tiles, 128] are rows of X times `other` [N, H, ...] where packed documents end. SKIPS, to
-    the left: of_skip [B, H, chunks, 2, C], the inner products of r and w of one token.
+    (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], rows of X times
+    what the chunk adds to the other state, and to the left of_pairs [B, H, chunks, tiles, C / 16, C], pairs of the
+    chunk, and edges [tiles, B, n_seg, H], X times the state `other` at the segment's edge. ENDS, to the right: edges
+    [N, H, tiles, 128] are rows of X times `other` [N, H, ...] where packed documents end. SKIPS, to the left: of_skip
+    [B, H, chunks, 2, C], the inner products of r and w of one token.
     """
     begin(PDL)
     u0, row, seg = gl.program_id(0) * _U, gl.program_id(1), gl.program_id(2)
@@ -315,20 +315,28 @@ def walk_kernel(
         b_end = b_next
         if GATED:
             b_next = gl.load(gate + later * C + C - 1)
+        if SUMS and N == 128:
+            # <X, what the chunk adds to the other state>, with the operands of that walk: what it adds cancels to fp32.
+            mine = xs.index(s).permute((1, 0)).load(LEFT_OF_STATE)
+            reading = of_read.load(gl.SliceLayout(0, LEFT_OF_STATE))
+            reading = power(b_end - reading) if REVERSE else power(reading) * scale
+            read = (mine.to(gl.float32) * reading[None, :]).to(gl.bfloat16)
+            zeros = gl.zeros([_U, 128], gl.float32, STATE)
+            added = warpgroup_mma(read, of_r.slice(0, 128, 1), zeros, use_acc=False, is_async=True)
+            added = warpgroup_mma_wait(0, [added])
+            _store_numbers(of_states + at_sums * _U, gl.sum(X * added, axis=1))
         held = gl.convert_layout(X.to(gl.bfloat16), LEFT_OF_OUT)
         found = warpgroup_mma(
             held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
             is_async=True,
         )  # fmt: skip
-        if SUMS and N == 128:
-            low = gl.convert_layout(_rest(X), LEFT_OF_OUT)
-            found = warpgroup_mma(low, of_r.slice(0, 128, 1).permute((1, 0)), found, is_async=True)
         _store_rows(to_out, outs.index(0), length, out_st)  # of the chunk before
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         to_out = out + start * out_st
         if SUMS and N == 256:
-            # States go through the waits, so that no operand is made before the one before it may go: registers are
-            # few, and where they do not suffice, ptxas has all products of the kernel wait for each other.
+            # The same number, of what tokens read, with X in two parts: there are no registers for what a chunk adds.
+            # States go through the waits, so that no operand is made before the one before it may go: where registers
+            # do not suffice, ptxas has all products of the kernel wait for each other.
             found, X = warpgroup_mma_wait(0, [found, X])
             held = gl.convert_layout(_rest(X), LEFT_OF_OUT)
             found = warpgroup_mma(held, of_r.slice(0, 128, 1).permute((1, 0)), found, is_async=True)
@@ -353,12 +361,12 @@ def walk_kernel(
             reads = of_read.load(gl.SliceLayout(0, OUT))
             reads = power(b_end - reads) if REVERSE else power(reads) * scale
             if SUMS:
-                # x rounded as the other state has it: so what one walk adds to its state cancels here to fp32.
-                mine = gl.convert_layout(xs.index(s).permute((1, 0)).load(LEFT_OF_STATE), OUT)
-                exact = found * (mine.to(gl.float32) * reads[None, :]).to(gl.bfloat16).to(gl.float32)
-                _store_numbers(of_states + at_sums * _U, gl.sum(exact, axis=1))
+                mine = gl.convert_layout(xs.index(s).permute((1, 0)).load(LEFT_OF_STATE), OUT).to(gl.float32)
+                if N == 256:
+                    rounded = (mine * reads[None, :]).to(gl.bfloat16).to(gl.float32)  # as the other state has it
+                    _store_numbers(of_states + at_sums * _U, gl.sum(found * rounded, axis=1))
                 if not REVERSE:
-                    _column_sums(of_tokens + at_sums * (_U // 16) * C, exact)
+                    _column_sums(of_tokens + at_sums * (_U // 16) * C, found * reads[None, :] * mine)
             found = found * reads[None, :]
         elif not REVERSE:
             found = found * scale

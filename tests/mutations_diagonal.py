@@ -147,7 +147,7 @@ DIAGONAL = [
     *_in(
         "flexsp/kernels/engine.py",
         ("(not sp.is_last, sp.rank > 0)", "(sp.rank > 0, not sp.is_last)",
-         "ranks leave out what their neighbours wait for", "tests/test_vector_state.py::test_kernels_over_ranks"),
+         "ranks leave out what their neighbours wait for", _EDGES + "test_ranks_without_states_of_their_own"),
     ),
     *_in(
         "flexsp/kernels/vector/walks.py",

@@ -12,6 +12,7 @@ import torch
 from flexsp.devices import H200, planned_for
 from flexsp.kernels.diagonal.tiling import make_tiling
 from flexsp.testing.cases import CASES, Shape
+from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.diagonal import ONE_SEGMENT, SOME_SEGMENTS, Run, check_runs, one_walk
 from tests.harness.interpreted import INTERPRETED, poisoned
@@ -114,12 +115,14 @@ def test_heads_of_gates_that_lie_far_apart(tmp_path: Any) -> None:
     assert run_ranks(_far_apart, 1, str(tmp_path / "gates"), env=INTERPRETED) == [0.0]
 
 
+_SEGMENTED = {name: CASES[name] for name in ("retention", "simple_gla", "mamba2")}
+_SEGMENTED |= {name: OTHER_CASES[name] for name in ("hgrn", "rg_lru", "selective_scan")}
+
+
 def _unlike(sp: Any, seed: int) -> list[str]:
     """Ops whose outputs or gradients change where final states are given back and initial states have gradients."""
-    cases = {name: CASES[name] for name in ("retention", "simple_gla", "mamba2")}
-    cases |= {name: OTHER_CASES[name] for name in ("hgrn", "rg_lru", "selective_scan")}
     shape, bad = Shape(B=1, T=70, H=2, K=16, V=16, states=1), []
-    for name, case in cases.items():
+    for name, case in _SEGMENTED.items():
         made = {x: t.float() for x, t in case.make(shape, torch.Generator().manual_seed(seed)).items()}
         initial, found = 0 * made.pop("initial_state"), []
         for whole in (False, True):
@@ -137,3 +140,32 @@ def test_states_that_nobody_reads_change_nothing(seed: int) -> None:
     """What the last segment adds is left out where no state leaves it."""
     (bad,) = run_ranks(_unlike, 1, seed, env=INTERPRETED)
     assert not bad
+
+
+def _shard_of(sp: Any, seed: int) -> dict[str, list[torch.Tensor]]:
+    """This rank's outputs and gradients of tokens, of a sequence without initial or final states."""
+    lengths = [70] if sp.world_size == 1 else [31, 0, 39]
+    start, found = sum(lengths[: sp.rank]), {}
+    sp.set_lengths(lengths)
+    for name, case in _SEGMENTED.items():
+        made = case.make(Shape(B=1, T=70, H=2, K=16, V=16), torch.Generator().manual_seed(seed))
+        x = {
+            key: (t[:, start : start + lengths[sp.rank]] if key in case.tokens else t).float().contiguous()
+            for key, t in made.items()
+        }
+        leaves = {key: x[key].requires_grad_() for key in case.tokens}
+        with poisoned(3, 2):
+            o, _ = case.op(**x, sp=sp)
+            weights = torch.randn(1, 70, *o.shape[2:], generator=torch.Generator().manual_seed(seed))
+            grads = torch.autograd.grad(o, [*leaves.values()], weights[:, start : start + lengths[sp.rank]].to(o))
+        found[name] = [o.detach(), *grads]
+    return found
+
+
+def test_ranks_without_states_of_their_own(seed: int) -> None:
+    """What the last segment of a rank adds is there where the next rank reads it."""
+    (alone,) = run_ranks(_shard_of, 1, seed, env=INTERPRETED)
+    parts = run_ranks(_shard_of, 3, seed, env=INTERPRETED)
+    for name, want in alone.items():
+        for n, x in enumerate(want):
+            assert relative_error(torch.cat([part[name][n] for part in parts], 1), x) < 1e-5, (name, n)

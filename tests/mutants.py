@@ -328,12 +328,13 @@ def sample(n: int, seed: int, glob: str = "flexsp/*", root: Path = ROOT) -> list
 
 
 def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
-    """The interpreter shows no barriers that are left out: only tests of compiled kernels are of use then, where the
-    file has some. Of other changes they tell least and take longest: they come last, after other long files."""
+    """The interpreter shows no barriers of shared memory that are left out: only tests of compiled kernels are of use
+    then, where the file has some. Of other changes they tell least and take longest: they come last, after other long
+    files."""
     compiled = tuple(x for x in tests if "compile" in x or "offline" in x)
     if "`begin(PDL)`" in mutation.what:
         return (_BEGINS,)
-    if ": barrier: " in mutation.what:
+    if ": barrier: " in mutation.what and "tl.debug_barrier" not in mutation.what:
         return compiled or tests
     refusal = re.search(r"dropped: `(raise|check\w*\.|\w*(fail|check)\w*\()", mutation.what)
 

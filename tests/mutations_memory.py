@@ -177,6 +177,9 @@ MEMORY = [
         ("first & (at == 0)", "first", "documents begin twice", _SCAN + "test_kernels[documents]"),
         ("mask=left > 0, other=0.0)", "mask=left > -9, other=0.0)", "documents read rows of the next",
          _SCAN + "test_kernels[not finite]"),
+        ("head * u_sh + p, valid)\n    e0, e1, e2, e3 = rows_of(steps, t, left, e_st, e_at, valid)\n    z0",
+         "head + p, valid)\n    e0, e1, e2, e3 = rows_of(steps, t, left, e_st, e_at, valid)\n    z0",
+         "heads are taken to lie side by side", "tests/test_op_edges.py::test_selective_scan"),
     ),
     *_in(
         "flexsp/kernels/selective/grads.py",

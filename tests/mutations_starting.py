@@ -88,6 +88,8 @@ STARTING = [
         ('Finding("ok", "posix"', 'Finding("ok", "shm"', "doctor says nothing of a transport",
          "tests/test_cli.py::test_every_transport_has_a_line"),
         ("if world > 1:", "if world >= 1:", "doctor starts ranks of one GPU", "tests/test_cli.py::test_ranks_of_the_self_test"),
+        ('probe.bind(("127.0.0.1", 0))', 'probe.bind(("127.0.0.1", 1))', "all ranks of the machine meet at one port",
+         "tests/test_cli.py::test_ranks_that_run_at_once_meet_at_ports_of_their_own"),
         ("last words: {lines[-1:]}", "last words: {lines[1:]}", "doctor says all of what a late process wrote",
          "tests/test_cli.py::test_children_report_fail_and_never_hang"),
     ),

@@ -37,9 +37,11 @@ _LEFT_OUT = (
     "*/runtime/tested_versions.py", "*/compiler/autotune.py", "*/compiler/planning/model.py",
     "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
-# Files in Gluon whose barriers stand between plain accesses to shared memory, where Triton puts one if there is none:
-# without them the machine code has no race. Needed are those behind copies and products.
-_PUT_BY_TRITON = ("flexsp/kernels/delta/hopper_channels.py", "flexsp/kernels/delta/hopper_wy_transform.py")
+# Files in Gluon whose barriers stand between plain accesses to shared memory, or behind a wait for copies, where Triton
+# puts one if there is none: without them the machine code has no race. Needed are those behind products.
+_PUT_BY_TRITON = tuple(
+    f"flexsp/kernels/{name}.py" for name in ("gluon", "delta/hopper_channels", "delta/hopper_wy_transform")
+)
 _NOT_IN_COPIES = tuple(f"tests/test_{name}.py" for name in ("bench_documents", "mutations", "package", "wheel"))
 """They need the whole tree."""
 # Tests that go through all of a folder.

@@ -182,6 +182,11 @@ OPS = [
          "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
     ),
     *_in(
+        "flexsp/nn/verify.py",
+        ("{torch.float64: torch.complex128, ", "{", "complex numbers keep their precision",
+         "tests/test_verify.py::test_complex_numbers_are_converted_to_the_precision_that_is_asked_for"),
+    ),
+    *_in(
         "flexsp/devices.py",
         ("if B * H > MOST_HEADS:", "if B * H >= MOST_HEADS:", "as many heads as a grid has are refused",
          "tests/test_engine_edges.py::test_more_heads_than_a_grid_has_rows"),

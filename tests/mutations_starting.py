@@ -55,6 +55,8 @@ STARTING = [
         "flexsp/exceptions.py",
         ("finite = -math.inf < value < math.inf", "finite = math.isfinite(value)", "graphs break where a number is a symbol",
          "tests/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[mlstm]"),
+        ("not value > above", "not value >= above", "a number that has to be above 0 may be 0",
+         "tests/test_objectives_edges.py::test_errors_of_components"),
         ("if word and word not in _WORDS:", "if False:", "an unknown word for on is not named",
          _GROUP + "test_other_words_are_refused"),
         ('"yes": True, "on": True', '"yes": True, "on": False', "a usual word for on means off",

@@ -183,6 +183,8 @@ MEMORY = [
     ),
     *_in(
         "flexsp/kernels/selective/grads.py",
+        ("tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])", "tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])",
+         "lanes exchange other numbers", "tests/test_op_edges.py::test_selective_scan"),
         ("return k0, k1, k2, decay_of(dt[3], A2) * h", "return k0, k1, k2, h",
          "decays have the gradient of all states", _WALKS),
         ("for earlier in range(0, q, 4)", "for earlier in range(0, 0, 4)",

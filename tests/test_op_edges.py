@@ -84,15 +84,15 @@ def test_vector_states(seed: int) -> None:
 
 
 def selective(sp: Any, seed: int) -> list[Any]:
-    """Three numbers a channel, and documents over several segments of one chunk each, and in one segment."""
+    """Lanes that pass on sums, three numbers a channel, and documents over segments of one chunk each, and in one."""
     made, found = torch.Generator().manual_seed(seed), []
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=made, dtype=torch.float64)
 
-    inputs = {"u": normal(1, 21, 6), "delta": normal(1, 21, 6), "A": -normal(6, 3).abs(), "B": normal(1, 21, 3)}
-    inputs |= {"C": normal(1, 21, 3), "D": normal(6), "z": normal(1, 21, 6), "delta_bias": normal(6)}
-    inputs["initial_state"] = normal(2, 6, 3)
+    inputs = {"u": normal(1, 21, 36), "delta": normal(1, 21, 36), "A": -normal(36, 3).abs(), "B": normal(1, 21, 3)}
+    inputs |= {"C": normal(1, 21, 3), "D": normal(36), "z": normal(1, 21, 36), "delta_bias": normal(36)}
+    inputs["initial_state"] = normal(2, 36, 3)
     how = {"delta_softplus": True, "return_last_state": True, "cu_seqlens": torch.tensor([0, 18, 21])}
     with poisoned(SEGMENTS, 1):
         for arrange in (lambda y: y, lambda y: apart(y) if y.dim() == 3 else y):

@@ -37,9 +37,11 @@ _LEFT_OUT = (
     "*/runtime/tested_versions.py", "*/compiler/autotune.py", "*/compiler/planning/model.py",
     "*/comm/nvshmem.py", "*/comm/device.py",
 )  # fmt: skip
-# Files in Gluon whose barriers stand between plain accesses to shared memory, where Triton puts one if there is none:
-# without them the machine code has no race. Needed are those behind copies and products.
-_PUT_BY_TRITON = ("flexsp/kernels/delta/hopper_channels.py", "flexsp/kernels/delta/hopper_wy_transform.py")
+# Files in Gluon whose barriers stand between plain accesses to shared memory, or behind a wait for copies, where Triton
+# puts one if there is none: without them the machine code has no race. Needed are those behind products.
+_PUT_BY_TRITON = tuple(
+    f"flexsp/kernels/{name}.py" for name in ("gluon", "delta/hopper_channels", "delta/hopper_wy_transform")
+)
 _NOT_IN_COPIES = tuple(f"tests/test_{name}.py" for name in ("bench_documents", "mutations", "package", "wheel"))
 """They need the whole tree."""
 # Tests that go through all of a folder.
@@ -328,12 +330,13 @@ def sample(n: int, seed: int, glob: str = "flexsp/*", root: Path = ROOT) -> list
 
 
 def _in_order(mutation: Mutation, tests: tuple[str, ...]) -> tuple[str, ...]:
-    """The interpreter shows no barriers that are left out: only tests of compiled kernels are of use then, where the
-    file has some. Of other changes they tell least and take longest: they come last, after other long files."""
+    """The interpreter shows no barriers of shared memory that are left out: only tests of compiled kernels are of use
+    then, where the file has some. Of other changes they tell least and take longest: they come last, after other long
+    files."""
     compiled = tuple(x for x in tests if "compile" in x or "offline" in x)
     if "`begin(PDL)`" in mutation.what:
         return (_BEGINS,)
-    if ": barrier: " in mutation.what:
+    if ": barrier: " in mutation.what and "tl.debug_barrier" not in mutation.what:
         return compiled or tests
     refusal = re.search(r"dropped: `(raise|check\w*\.|\w*(fail|check)\w*\()", mutation.what)
 

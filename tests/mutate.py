@@ -8,8 +8,8 @@ does not end.
 With --sample so many changes are made from the code instead, at random (tests/mutants.py): what share of them the tests
 notice is their score. --files names what is changed, and --seed draws the same ones again.
 
-Triton's interpreter has no threads, so barriers that are left out are seen in compiled kernels alone, and memory orders
-nowhere here.
+Triton's interpreter has no threads. Barriers between accesses to global memory are seen there all the same
+(flexsp/testing/bounds.py), those of shared memory in compiled kernels alone, and memory orders nowhere here.
 """
 
 from __future__ import annotations

@@ -343,6 +343,21 @@ KERNELS = [
         ("(a - read).to", "(a + read).to", "keys' gradients add what is read", _REPEATED + "[delta]"),
     ),
     *_in(
+        "flexsp/kernels/delta/exact_grads.py",
+        ("tl.debug_barrier()  # rows are read by", "pass  # rows are read by", "rows are read before they are there",
+         _REPEATED + "[gated]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/channels.py",
+        ("tl.debug_barrier()  # all of a tile", "pass  # all of a tile", "a tile is written while it is read",
+         _DELTA + "test_batched_and_packed[vector_gated_delta]"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/intrinsic_kernels.py",
+        ("            tl.debug_barrier()\n            at = pair", "            at = pair", "blocks are read before they are there",
+         "tests/test_generated_programs.py::test_inverse_kernel[32]"),
+    ),
+    *_in(
         "flexsp/kernels/delta/hopper_channels.py",
         ("    visible()\n    of_keys", "    of_keys", "products read what is not there yet", _CHANNELS_IN_GLUON),
     ),

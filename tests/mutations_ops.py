@@ -166,5 +166,35 @@ OPS = [
         ("return angle - _TURN * (angle.detach() / _TURN).round()", "return angle", "decoding keeps whole turns",
          _EDGES + "test_decoding_of_mamba3_keeps_no_whole_turns"),
     ),
+    *_in(
+        "flexsp/ops/_delta.py",
+        ("return out.to(v.dtype), final_state(last, call)", "return out, final_state(last, call)", "decoding answers in float32",
+         "tests/test_ops.py::test_recurrent_ops_of_programs[kda-dtype2]"),
+    ),
+    *_in(
+        "flexsp/grammar/mask.py",
+        ("dtypes=(q.dtype, torch.float32)", "dtypes=(q.dtype, torch.bfloat16)", "masks take no float32 beside half precision",
+         "tests/test_custom_mask.py::test_arrays_may_be_in_float32_beside_half_precision[gated]"),
+    ),
+    *_in(
+        "flexsp/grammar/objectives.py",
+        ("rotate(call.values, -psi).to(call.v.dtype)", "rotate(call.values, -psi)", "values in float32 beside half precision",
+         "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
+    ),
+    *_in(
+        "flexsp/nn/verify.py",
+        ("{torch.float64: torch.complex128, ", "{", "complex numbers keep their precision",
+         "tests/test_verify.py::test_complex_numbers_are_converted_to_the_precision_that_is_asked_for"),
+    ),
+    *_in(
+        "flexsp/devices.py",
+        ("if B * H > MOST_HEADS:", "if B * H >= MOST_HEADS:", "as many heads as a grid has are refused",
+         "tests/test_engine_edges.py::test_more_heads_than_a_grid_has_rows"),
+    ),
+    *_in(
+        "flexsp/nn/attention/function.py",
+        ("(not q.is_cuda or q.dtype == torch.float64)", "(not q.is_cuda)", "flex attention is asked for float64",
+         "tests/test_attention.py::test_what_auto_takes"),
+    ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -16,6 +16,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
 from flexsp.nn import Attention, SequenceParallelLA
 from flexsp.nn.attention import blocks, local, scaled_dot_product_attention
+from flexsp.nn.attention.function import _check_backend
 from flexsp.nn.attention.local import Sight, choose_backend
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions
 from tests.attention_oracle import attention_at_once, attention_token_loop
@@ -159,7 +160,9 @@ def test_bounds_that_are_known_without_reading() -> None:
 def test_what_auto_takes() -> None:
     def like(T: int, dtype: torch.dtype, size: int, device: str = "cuda") -> Any:
         shape = torch.Size((1, T, 2, size))
-        return SimpleNamespace(shape=shape, dtype=dtype, is_cuda=device == "cuda", numel=lambda: shape.numel())
+        return SimpleNamespace(
+            shape=shape, dtype=dtype, device=device, is_cuda=device == "cuda", numel=lambda: shape.numel()
+        )
 
     half, plain = torch.bfloat16, Sight(True, None, None, 64)
     for q, v, sight, keys, want in (
@@ -177,6 +180,9 @@ def test_what_auto_takes() -> None:
         (like(64, half, 64, "cpu"), like(64, half, 64, "cpu"), plain, 64, "blocks"),
     ):
         assert choose_backend(q, v, sight, keys) == want
+    _check_backend("flex", like(64, torch.float32, 64), None, None)
+    with pytest.raises(ValueError, match='backend: .* not in float64, got "flex" for torch.float64 on cuda'):
+        _check_backend("flex", like(64, torch.float64, 64), None, None)
 
 
 def test_wrong_arguments() -> None:

@@ -1,4 +1,4 @@
-"""Accesses outside of a kernel's tensors are seen under the interpreter."""
+"""Accesses outside of a kernel's tensors, and barriers that it lacks, are seen under the interpreter."""
 
 from __future__ import annotations
 
@@ -43,3 +43,44 @@ def _copied(sp: Any, size: int, n: int, first: int, to: int, stride: int) -> str
 def test_accesses_beside_tensors_are_seen(size: int, n: int, first: int, to: int, stride: int, said: str) -> None:
     (found,) = run_ranks(_copied, 1, size, n, first, to, stride, env=INTERPRETED)
     assert said in found and bool(found) == bool(said), found
+
+
+@triton.jit
+def turned_kernel(x, y, WHAT: tl.constexpr, BARRIER: tl.constexpr):
+    """The first 16 numbers of x are read after they were stored, or the other way round, by tiles of other shapes."""
+    i = tl.arange(0, 16)
+    j = tl.arange(0, 4)[:, None] + 4 * tl.arange(0, 4)[None, :]
+    if WHAT == "load behind store":
+        tl.store(x + i, i.to(tl.float32))
+    elif WHAT == "store behind load":
+        tl.store(y + j, tl.load(x + j))
+    elif WHAT == "store behind store":
+        tl.store(x + j, 0.0 * j)
+    else:
+        tl.store(x + i, tl.load(x + i))
+        tl.store(y + j, 0.0 * j)
+        tl.store(y + j, 1.0 * j)
+    if BARRIER:
+        tl.debug_barrier()
+    if WHAT == "load behind store":
+        tl.store(y + j, tl.load(x + j))
+    elif WHAT != "nothing":
+        tl.store(x + i, i + 1.0)
+
+
+def _turned(sp: Any, what: str, barrier: bool) -> str:
+    with within_tensors():
+        try:
+            turned_kernel[(2,)](*torch.zeros(2, 16), WHAT=what, BARRIER=barrier)
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["load behind store", "store behind load", "store behind store", "nothing"])
+def test_barriers_that_are_not_there_are_seen(what: str) -> None:
+    """Programs do not wait for each other, and threads need no barrier where each overwrites its own numbers."""
+    assert run_ranks(_turned, 1, what, True, env=INTERPRETED) == [""]
+    (found,) = run_ranks(_turned, 1, what, False, env=INTERPRETED)
+    first, _, second = what.partition(" behind ")
+    assert (f"a {first} behind a {second} of the same memory" in found) if second else not found, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import subprocess
 import sys
 import time
@@ -190,6 +191,13 @@ def test_children_report_fail_and_never_hang(scripts: Path) -> None:
     while alive(status) and time.monotonic() - began < 100:
         time.sleep(0.1)
     assert not alive(status)
+
+
+def test_ranks_that_run_at_once_meet_at_ports_of_their_own() -> None:
+    with socket.socket() as taken:
+        port = doctor._free_port()
+        taken.bind(("127.0.0.1", port))
+        assert doctor._free_port() != port
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,18 @@ def test_mask_against_token_loop(name: str, bounds: list[int] | None, seed: int)
         assert max(errors.values()) < EXACT, (model.explain(), errors)
 
 
+@pytest.mark.parametrize("name", ["gated", "half"])
+def test_arrays_may_be_in_float32_beside_half_precision(name: str, seed: int) -> None:
+    model = FlexLinearAttention(custom_mask=MASKS[name][0])
+    x = draw(name, model, 1, 9, seed)
+    low = {key: y.bfloat16() for key, y in x.items()}
+    wide = {key: y if key in "qkv" else y.float() for key, y in low.items()}
+    (got, _), (beside, _) = model(**low), model(**wide)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, beside)
+    with pytest.raises(ValueError, match="g: expected .*float32.*, got torch.bfloat16"):
+        model(**{key: y.float() if key in "qkv" else y for key, y in low.items()})
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_is_the_function(name: str, seed: int) -> None:
     """o_i = sum_j M(i, j) (q_i . k_j) v_j with M what the function gives on plain tensors."""

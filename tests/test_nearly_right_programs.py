@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexsp.compiler import CompileError, LinearAttention, SymbTensor, decayed_scores
+from flexsp.compiler.frontend import check
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
@@ -185,3 +186,12 @@ def test_chunk_and_split_are_slices(parts: str, slices: str, seed: int) -> None:
         x = made.inputs(1, 20, None, torch.Generator().manual_seed(seed))
         found.append(made.model()(**{key: y.double() for key, y in x.items()})[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("size", [1e6, -1e6])
+def test_numbers_are_compared_by_their_size(size: float) -> None:
+    x, zero = torch.full((3,), size, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for like in (zero, x):
+        assert check._close(x, x * (1 + check._TOLERANCE / 2), like)
+        assert not check._close(x, x * (1 + 2 * check._TOLERANCE), like)
+    assert check._close(zero, zero + check._TOLERANCE, x) and not check._close(zero, zero + 2 * check._TOLERANCE, zero)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexsp.exceptions import NotAvailable
-from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
+from flexsp.grammar import FlexLinearAttention, decay, feature_map, objectives, transition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions, relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.generated import MANY_SEGMENTS
@@ -83,6 +83,22 @@ def check_precision(name: str, dtype: torch.dtype, bounds: list[int] | None, see
     args = x, initial, bounds, cotangents[:1]
     found = answers(what, *args) if folder is None else run_ranks(by_kernels, 1, name, args, folder, env=INTERPRETED)[0]
     check_functions(found, want, low, credit={"A": 2e-6})  # what reaches a gate through P and through S nearly cancels
+
+
+@pytest.mark.parametrize("name", ["spectral", "read"])
+def test_the_engine_is_given_rows_of_one_dtype(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it asks for: values that were turned are converted back."""
+    given = []
+
+    def told(call: Any, *rows: Any) -> Any:
+        given.extend(x.dtype for x in rows[:3])
+        return on_diagonal(call, *rows)
+
+    on_diagonal = objectives.on_diagonal
+    monkeypatch.setattr(objectives, "on_diagonal", told)
+    x = {key: y.float() if key in ("A", "decay") else y.bfloat16() for key, y in draw(name, 1, 5, seed).items()}
+    MODELS[name]()(**x)
+    assert given == [torch.bfloat16] * 3
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,24 @@ def errors(op: Callable[..., Any], inputs: Tensors, arrange: Callable[[torch.Ten
     return {name: error for name, x in got.items() if not (error := relative_error(x, want[name])) < BOUND}
 
 
+@contextmanager
+def in_heads(numbers: int) -> Iterator[None]:
+    """Channels are in heads of so many numbers of the state at most, and all chunks in one segment, as in wide layers
+    of long texts."""
+    from flexsp.kernels import channel_tiling
+    from flexsp.kernels.selective import selective_plan
+    from flexsp.kernels.vector import vector_plan
+
+    most, before = channel_tiling.MOST, (selective_plan.LIMITS, vector_plan.LIMITS)
+    channel_tiling.MOST = numbers
+    selective_plan.LIMITS, vector_plan.LIMITS = (x._replace(programs=1) for x in before)
+    try:
+        with poisoned(1, 1):
+            yield
+    finally:
+        channel_tiling.MOST, (selective_plan.LIMITS, vector_plan.LIMITS) = most, before
+
+
 def vectors(sp: Any, seed: int) -> list[Any]:
     made, found = torch.Generator().manual_seed(seed), []
     x, g, state = (torch.randn(n, generator=made, dtype=torch.float64) for n in ((2, 9, 8), (2, 9, 8), (2, 8)))
@@ -55,32 +74,36 @@ def vectors(sp: Any, seed: int) -> list[Any]:
         inputs["initial_state"] = state.clone()
         only = lambda y: apart(y) if y.shape == state.shape else y  # noqa: E731
         found.append(errors(ops.chunk_hgrn, inputs, only, output_final_state=True))
+    with in_heads(4):
+        found.append(errors(ops.chunk_hgrn, inputs, apart, output_final_state=True))
     return found
 
 
 def test_vector_states(seed: int) -> None:
-    assert run_ranks(vectors, 1, seed, env=INTERPRETED) == [[{}, {}, {}]]
+    assert run_ranks(vectors, 1, seed, env=INTERPRETED) == [[{}, {}, {}, {}]]
 
 
 def selective(sp: Any, seed: int) -> list[Any]:
-    """Three numbers a channel, and documents over several segments of one chunk each."""
+    """Lanes that pass on sums, three numbers a channel, and documents over segments of one chunk each, and in one."""
     made, found = torch.Generator().manual_seed(seed), []
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=made, dtype=torch.float64)
 
-    inputs = {"u": normal(1, 21, 6), "delta": normal(1, 21, 6), "A": -normal(6, 3).abs(), "B": normal(1, 21, 3)}
-    inputs |= {"C": normal(1, 21, 3), "D": normal(6), "z": normal(1, 21, 6), "delta_bias": normal(6)}
-    inputs["initial_state"] = normal(2, 6, 3)
+    inputs = {"u": normal(1, 21, 36), "delta": normal(1, 21, 36), "A": -normal(36, 3).abs(), "B": normal(1, 21, 3)}
+    inputs |= {"C": normal(1, 21, 3), "D": normal(36), "z": normal(1, 21, 36), "delta_bias": normal(36)}
+    inputs["initial_state"] = normal(2, 36, 3)
     how = {"delta_softplus": True, "return_last_state": True, "cu_seqlens": torch.tensor([0, 18, 21])}
     with poisoned(SEGMENTS, 1):
         for arrange in (lambda y: y, lambda y: apart(y) if y.dim() == 3 else y):
             found.append(errors(ops.selective_scan, inputs, arrange, **how))
+    with in_heads(6):
+        found.append(errors(ops.selective_scan, inputs, arrange, **how))
     return found
 
 
 def test_selective_scan(seed: int) -> None:
-    assert run_ranks(selective, 1, seed, env=INTERPRETED) == [[{}, {}]]
+    assert run_ranks(selective, 1, seed, env=INTERPRETED) == [[{}, {}, {}]]
 
 
 def quotients(sp: Any, seed: int) -> list[float]:

@@ -14,6 +14,7 @@ from torch import nn
 import flexsp
 from flexsp.comm.group import SequenceParallel, current_sp
 from flexsp.nn import Mamba2, SequenceParallelLA, ShortConvolution, SimpleGLA
+from flexsp.nn.verify import _converted
 from flexsp.ops import chunk_simple_gla
 from flexsp.testing.ranks import run_ranks
 
@@ -438,6 +439,13 @@ def failures(sp: SequenceParallel, seed: int) -> None:
 
 def _raise(y: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("only here")
+
+
+@pytest.mark.parametrize("given", [torch.complex64, torch.complex128])
+def test_complex_numbers_are_converted_to_the_precision_that_is_asked_for(given: torch.dtype) -> None:
+    x, pairs = torch.ones(3, dtype=given), {torch.float64: torch.complex128, torch.float32: torch.complex64}
+    assert {dtype: _converted(x, dtype).dtype for dtype in pairs} == pairs
+    assert {_converted(x, dtype).dtype for dtype in (None, torch.bfloat16)} == {given}
 
 
 @pytest.mark.parametrize("what", [outputs, judgements, failures])

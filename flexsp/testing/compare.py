@@ -166,7 +166,7 @@ def check_op(
         One Report a tensor.
 
     Raises:
-        AssertionError: listing every tensor outside its bound.
+        AssertionError: listing every tensor outside its bound, or naming one of another dtype than the reference's.
     """
     rounded = {name: _map(x, partial(_round, dtype=dtype, wide=name in wide)) for name, x in inputs.items()}
     op_kwargs = {"output_final_state": True, **(op_kwargs or {})}
@@ -184,6 +184,9 @@ def check_op(
         for each in seeds[1:]:
             off = {name: _map(x, partial(a_rounding_off, made=made)) for name, x in rounded.items()}
             lows += _run(reference, None, "cpu", None, [each], inputs=off, gradients=gradients)
+    for name, x in (lows or want)[0].items():
+        if gots[0][name].dtype != x.dtype:
+            raise AssertionError(f"{name}: {gots[0][name].dtype} instead of {x.dtype}")
     credits = _credits(lows, want) if lows else {}
     reports = _judged(gots, want, lows, {name: max(credits.get(name, 0.0), credit) for name in want[0]})
     _raise_unless_ok(reports)

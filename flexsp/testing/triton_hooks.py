@@ -57,18 +57,29 @@ def interpreter() -> Any:
 
 @contextmanager
 def watching_interpreter(
-    launched: Callable[[str, list[Any]], None], touched: Callable[[str, Any, int], None]
+    launched: Callable[[str, list[Any]], None], ordered: Callable[[], None], touched: Callable[..., None]
 ) -> Iterator[None]:
-    """Under the interpreter, calls `launched(kernel's name, its tensors)` before each launch, and `touched("load" or
-    "store", addresses of what is not masked, bytes of an element)` before each access through pointers."""
+    """Under the interpreter, calls `launched(kernel's name, its tensors)` before each launch, `ordered()` where a
+    program begins and at each barrier, and before each access through pointers `touched("load" or "store", addresses
+    of what is not masked, bytes of an element, mask, a function that says whether memory has what is stored)`."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    barrier, program = InterpreterBuilder.create_barrier, InterpreterBuilder.set_grid_idx
     start = GridExecutor._init_args_hst
 
-    def told(what: str, pointers: Any, mask: Any) -> None:
+    def told(what: str, pointers: Any, mask: Any, there_already: Any = None) -> None:
         nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        touched(what, pointers.data[_broadcast(mask.data, pointers.data.shape)], nbytes)
+        there = _broadcast(mask.data, pointers.data.shape)
+        touched(what, pointers.data[there], nbytes, there, there_already)
+
+    def told_barrier(self: Any) -> None:
+        ordered()
+        barrier(self)
+
+    def told_program(self: Any, *index: int) -> None:
+        ordered()
+        program(self, *index)
 
     def told_start(self: Any, args: Any, kwargs: Any) -> Any:
         given = start(self, args, kwargs)
@@ -80,15 +91,22 @@ def watching_interpreter(
         return load(self, pointers, mask, *rest)
 
     def told_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        told("store", pointers, mask)
+        def there_already() -> bool:
+            there = _broadcast(mask.data, pointers.data.shape)
+            found = load(self, pointers, mask, None, None, None, False).data[there]
+            return bool((found == value.data[there]).all())
+
+        told("store", pointers, mask, there_already)
         return store(self, pointers, value, mask, *rest)
 
     InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = told_load, told_store
+    InterpreterBuilder.create_barrier, InterpreterBuilder.set_grid_idx = told_barrier, told_program
     GridExecutor._init_args_hst = told_start
     try:
         yield
     finally:
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        InterpreterBuilder.create_barrier, InterpreterBuilder.set_grid_idx = barrier, program
         GridExecutor._init_args_hst = start
 
 

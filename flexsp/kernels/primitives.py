@@ -92,8 +92,8 @@ def token_weights(x, stride_t, length, C: tl.constexpr):
 
 @triton.jit
 def power(x):
-    """2^x in fp32, of a difference of cumulative gates. Digits that x in fp64 loses in fp32 would be lost of the result:
-    so its whole and its other part are taken apart."""
+    """2^x in fp32, of a difference of cumulative gates. Digits that x in fp64 loses in fp32 would be lost of the
+    result: so its whole and its other part are taken apart."""
     if x.dtype == tl.float64:
         whole = tl.floor(tl.where(x < -200.0, -200.0, x))
         found = tl.where(x < -200.0, 0.0, tl.exp2((x - whole).to(tl.float32)) * tl.exp2(whole.to(tl.float32)))

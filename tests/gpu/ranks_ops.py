@@ -59,13 +59,15 @@ class Case(NamedTuple):
     H: int = 2
     documents: list[int] | None = None
     seed: int = 0
+    K: int = 64
+    V: int = 64
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return self.op, self.dtype, sum(self.lengths), self.B, self.H, str(self.documents), self.seed
+        return self.op, self.dtype, sum(self.lengths), self.B, self.H, str(self.documents), self.seed, self.K, self.V
 
     def drawn(self) -> Problem:
-        shape: dict[str, Any] = {"B": self.B, "T": sum(self.lengths), "H": self.H, "K": 64, "V": 64}
+        shape: dict[str, Any] = {"B": self.B, "T": sum(self.lengths), "H": self.H, "K": self.K, "V": self.V}
         return draw(self.op, **shape, documents=self.documents, seed=self.seed).rounded(self.dtype)
 
 
@@ -121,6 +123,21 @@ def documents(sp: SequenceParallel, dtype: torch.dtype) -> list[str]:
     total = sum(lengths)
     ways = ([0, total // 3, 0, total - total // 3 - 1, 1, 0], [0, *lengths, 0], [total])
     return compare(sp, [Case(op, dtype, lengths, documents=way, seed=i) for i, op in enumerate(OPS) for way in ways])
+
+
+def large_states(sp: SequenceParallel) -> list[str]:
+    """Of the sizes that have walks of their own, whole and in documents across ranks."""
+    lengths = uneven(sp, 200)
+    ways = None, [sum(lengths) // 3, 0, sum(lengths) - sum(lengths) // 3]
+    return compare(
+        sp,
+        [
+            Case(op, torch.bfloat16, lengths, documents=way, seed=K + V, K=K, V=V)
+            for op in ("simple_gla", "retention", "mamba2")
+            for K, V in ((128, 256), (256, 128), (256, 256))
+            for way in ways
+        ],
+    )
 
 
 def all_shards_empty_but_one(sp: SequenceParallel) -> list[str]:
@@ -317,6 +334,7 @@ def checks(transport: str) -> dict[str, Check]:
         name = str(dtype).removeprefix("torch.")
         found[f"every op, uneven shards, {name}"] = partial(every_op, dtype=dtype)
         found[f"documents across ranks, {name}"] = partial(documents, dtype=dtype)
+    found["large states"] = large_states
     found["all shards empty but one"] = all_shards_empty_but_one
     found["lengths exchanged"] = lengths_exchanged
     found["checkpointing"] = under_checkpoint

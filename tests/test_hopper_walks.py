@@ -103,11 +103,15 @@ CALLS = {
     "Mamba-2, two sequences": ("mamba2", 2, 65, 256, 256, False), "no gates": ("none", 1, 160, 256, 256, True),
     "weights alone": ("weights alone", 1, 160, 256, 128, True),
     "a gate a head": ("a gate a head", 2, 63, 128, 256, False),
+    "two halves": ("gates", 2, 70, 128, 512, False), "two halves, packed": ("weights", 1, 160, 256, 300, True),
     "one token": ("gates", 2, 1, 256, 256, False), "large": ("gates", 1, 160, 256, 256, True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gates", "Mamba-2", "write gates", *slow("weights", *[*CALLS][4:])])
+QUICK = "gates", "Mamba-2", "write gates", "two halves"
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])
 def test_against_the_token_loop(name: str) -> None:
     """Outputs, final states and all gradients, and those without gradients of gates and weights."""
     (found,) = run_ranks(errors, 1, random.randrange(2**31), *CALLS[name], env=INTERPRETED)

@@ -183,11 +183,11 @@ class DiagonalPlan(BasePlan):
         tiles = self.tiling.tiles
         dq = [] if self.dq_first else self._dq(last, wanted)
         if tiles.dv is None:
-            dkv = [self._dkv(tiles.dk, last, to, "d_k", True, wanted), *self._sum_heads("d_k")]
+            dkv = [*self._dkv(tiles.dk, last, to, "d_k", True, wanted), *self._sum_heads("d_k")]
         else:
             dkv = [
-                self._dkv(tiles.dk, last, None, "d_k", False, wanted), *self._sum_heads("d_k"),
-                self._dkv(tiles.dv, last, to, "d_v", True, wanted),
+                *self._dkv(tiles.dk, last, None, "d_k", False, wanted), *self._sum_heads("d_k"),
+                *self._dkv(tiles.dv, last, to, "d_v", True, wanted),
             ]  # fmt: skip
         return [*dq, *dkv, *self.gate_gradients(last, wanted)]
 
@@ -219,12 +219,17 @@ class DiagonalPlan(BasePlan):
         return self.gate in wanted or "i" in wanted
 
     def _by_head(self, gradient: str) -> str:
-        """Where walks leave the gradient of q or k: a row a head."""
-        return gradient if self.group == 1 or gradient == "d_v" else "@by_head"
+        """Where walks leave the gradient of q or k: a row a head, unless they add up themselves."""
+        return gradient if self._summed or gradient == "d_v" else "@by_head"
+
+    @property
+    def _summed(self) -> bool:
+        """Whether walks leave gradients of q and k for all heads of a group."""
+        return self.group == 1 or (self.hopper is not None and self.hopper.adds)
 
     def _sum_heads(self, gradient: str) -> list[LaunchSpec]:
         """What heads of a group left. Both gradients lie in the same place until then, one after the other."""
-        if self.group == 1:
+        if self._summed:
             return []
         return [self.sum_rows("@by_head", gradient, self.H, self.group)]
 
@@ -286,7 +291,7 @@ class DiagonalPlan(BasePlan):
         tile, p, dgate, to = self.tiling.tiles.dq, self.tiling, self.of_gate(wanted), self._by_head("d_q")
         initial = self.in_walk("@initial" if self.initial else None)
         if self.hopper is not None:
-            return [self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
+            return [*self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
         ends = None if last is None else "@ends"
@@ -301,7 +306,7 @@ class DiagonalPlan(BasePlan):
 
     def _dkv(
         self, tile: Tile, last: str | None, to_initial: str | None, to: str, with_dv: bool, wanted: Collection[str]
-    ) -> LaunchSpec:
+    ) -> list[LaunchSpec]:
         """Walks dk, dv, or both at once; `to` is "d_v" for dv alone. Leaves what the `wanted` gradients of gates, steps
         and skips need."""
         p, with_dk, to = self.tiling, to == "d_k", self._by_head(to)
@@ -309,11 +314,11 @@ class DiagonalPlan(BasePlan):
         skips = self.skip is not None and self.skip in wanted
         if self.hopper is not None:
             walks = self.hopper
-            return walks.dk(to, last, gates=dgate, skips=skips) if with_dk else walks.dv(last, to_initial)
+            return walks.dk(to, last, gates=dgate, skips=skips) if with_dk else [walks.dv(last, to_initial)]
         dskip = "@of_skip" if with_dv and skips else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
-        return self.walk(
+        return [self.walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
             ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
              "@dstates", last, to_initial],
@@ -325,7 +330,7 @@ class DiagonalPlan(BasePlan):
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
             GROUP=self.group,
-        )  # fmt: skip
+        )]  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:
         if self.shared is not None:

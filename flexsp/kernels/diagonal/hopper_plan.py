@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flexsp.kernels.diagonal import hopper_walks
@@ -27,25 +27,38 @@ class HopperWalks:
     def dv(self, boundary: str | None, left: str | None) -> LaunchSpec:
         return self._walk("k", "q", "do", None, "d_v", "@dstates", boundary, left, of_keys=True, reverse=True)
 
-    def dq(self, to: str, boundary: str | None, last: str | None, *, gates: bool) -> LaunchSpec:
+    def dq(self, to: str, boundary: str | None, last: str | None, *, gates: bool) -> list[LaunchSpec]:
         """gates: gradients of gates are wanted, which need gradients of final states of packed documents, `last`."""
         ends = "@ends" if gates and last is not None else None
         sums = ["@reads", "@read_sums", None, None, ends, last if ends else None] if gates else [None] * 6
-        return self._walk(
+        walk = self._walk(
             "do", "v", "k", "q", to, "@states", boundary, None, sums, of_keys=False, reverse=False, SUMS=gates,
             ENDS=ends is not None,
         )  # fmt: skip
+        return self._of_pairs(walk) if self.adds else [walk]
 
-    def dk(self, to: str, boundary: str | None, *, gates: bool, skips: bool) -> LaunchSpec:
+    def dk(self, to: str, boundary: str | None, *, gates: bool, skips: bool) -> list[LaunchSpec]:
         """skips: gradients of skip weights are wanted, which are made of inner products of rows of v and do."""
         sums: list[str | None] = [None] * 6
         if gates:
             sums = ["@writes", "@write_sums", "@pairs", None, "@edges", "@states"]
         sums[3] = "@of_skip" if skips else None
-        return self._walk(
+        walk = self._walk(
             "v", "do", "q", "k", to, "@dstates", boundary, None, sums, of_keys=False, reverse=True, SUMS=gates,
             SKIPS=skips,
         )  # fmt: skip
+        return self._of_pairs(walk) if self.adds else [walk]
+
+    @property
+    def adds(self) -> bool:
+        """Whether walks add up the gradients of keys that two heads share, as halves of values of 512 do: the second
+        adds to what the first left."""
+        return self.plan.group == 2
+
+    def _of_pairs(self, walk: LaunchSpec) -> list[LaunchSpec]:
+        """A walk for the first head of every pair, and then one for the second."""
+        grid = walk.grid[0], walk.grid[1] // 2, walk.grid[2]
+        return [replace(walk, grid=grid, constants={**walk.constants, "PARTS": 2, "PART": n}) for n in (0, 1)]
 
     def _walk(
         self, r: str, w: str, u: str, x: str | None, to: str, states: str, boundary: str | None, left: str | None,
@@ -62,6 +75,7 @@ class HopperWalks:
             "GATED": plan.gate is not None, "STEPS": plan.writing is not None, "SKIP": skip is not None,
             "BY_TOKEN": skip == "w",
             "BOUNDARY": boundary is not None, "LEFT": left is not None, "SUMS": False, "ENDS": False, "SKIPS": False,
+            "PARTS": 1, "PART": 0,
         }  # fmt: skip
         strides = plan.skip_strides if of_keys else (1, 1, 1)
         cut = p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, plan.scale

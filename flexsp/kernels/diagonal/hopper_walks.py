@@ -169,14 +169,18 @@ def _finish(
 
 
 @gluon.jit
-def _store_rows(to, rows, length, stride):
-    """Rows 0..length-1 of a tile in shared memory."""
+def _store_rows(to, rows, length, stride, ADD: gl.constexpr):
+    """Rows 0..length-1 of a tile in shared memory, with what is there already if ADD."""
     C: gl.constexpr = rows.shape[0]
     N: gl.constexpr = rows.shape[1]
     layout: gl.constexpr = _rows(N)
     i = gl.arange(0, C, gl.SliceLayout(1, layout))
     at = to + i[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
-    gl.store(at, rows.load(layout), mask=(i < length)[:, None])
+    found = rows.load(layout)
+    if ADD:
+        there = gl.load(at, mask=(i < length)[:, None], other=0.0)
+        found = (found.to(gl.float32) + there.to(gl.float32)).to(gl.bfloat16)
+    gl.store(at, found, mask=(i < length)[:, None])
 
 
 @gluon.jit
@@ -208,13 +212,15 @@ def walk_kernel(
     N: gl.constexpr, U: gl.constexpr, C: gl.constexpr, R_GROUP: gl.constexpr, U_GROUP: gl.constexpr,
     TURNED: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, SKIP: gl.constexpr,
     BY_TOKEN: gl.constexpr, BOUNDARY: gl.constexpr, LEFT: gl.constexpr, SUMS: gl.constexpr, ENDS: gl.constexpr,
-    SKIPS: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    SKIPS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, U] of r, w [B, T, *, N] and u [B, T, *, U], and of X at the segment's edge in `states`.
 
     R_GROUP heads share rows of r and w, U_GROUP those of u. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`). SKIP: out has skip [H] times u besides, or skip [B, T, H] times u (BY_TOKEN). boundary, left [N, H,
-    ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end.
+    ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end. PARTS: out has a row
+    for so many heads, the sum of theirs, and this is the walk of one of them, PART. All but the first add to what the
+    walk before left.
 
     SUMS: x [B, T, *, U] is read as u is, and all in fp32 is left of_tokens [B, H, chunks, tiles, 8, C], x_i times out_i
     (to the left), or times what it reads of X (to the right), of_states [B, H, chunks, tiles, 128], rows of X times
@@ -224,14 +230,14 @@ def walk_kernel(
     [B, H, chunks, 2, C], the inner products of r and w of one token.
     """
     begin(PDL)
-    u0, row, seg = gl.program_id(0) * _U, gl.program_id(1), gl.program_id(2)
+    u0, row, seg = gl.program_id(0) * _U, gl.program_id(1) * PARTS + PART, gl.program_id(2)
     b = (row // H).to(gl.int64)
     h = (row % H).to(gl.int64)
     r += b * r_sb + h // R_GROUP * r_sh
     w += b * w_sb + h // R_GROUP * w_sh
     u += b * u_sb + h // U_GROUP * u_sh + u0
     x += b * x_sb + h // U_GROUP * x_sh + u0
-    out += b * out_sb + h * out_sh + u0
+    out += b * out_sb + h // PARTS * out_sh + u0
     gate += b * g_sb + h * g_sh
     writing += b * g_sb + h * g_sh
     STATE: gl.constexpr = _products(128)
@@ -253,7 +259,7 @@ def walk_kernel(
         if N == 256:
             more = gl.load(other + slot * N * U + corner + _state_at(128, U, N, TURNED))
             edge += gl.sum(gl.sum(Y * more, axis=1), axis=0)
-        gl.store(edges + (gl.program_id(0) * (gl.num_programs(1) // H) + b) * n_seg * H + seg * H + h, edge)
+        gl.store(edges + (gl.program_id(0) * (gl.num_programs(1) * PARTS // H) + b) * n_seg * H + seg * H + h, edge)
     weight = 0.0
     if BY_TOKEN:
         skip += b * skip_sb + h * skip_sh
@@ -330,7 +336,7 @@ def walk_kernel(
             held, of_r.slice(0, 128, 1).permute((1, 0)), gl.zeros([_U, C], gl.float32, OUT), use_acc=False,
             is_async=True,
         )  # fmt: skip
-        _store_rows(to_out, outs.index(0), length, out_st)  # of the chunk before
+        _store_rows(to_out, outs.index(0), length, out_st, PART > 0)  # of the chunk before
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         to_out = out + start * out_st
         if SUMS and N == 256:
@@ -413,4 +419,4 @@ def walk_kernel(
                     by_row += gl.sum(Y * gl.load(at_doc + _state_at(128, U, N, TURNED)), axis=1)
                 _store_numbers(edges + ((doc * H + h) * n_u + gl.program_id(0)) * _U, by_row)
     gl.thread_barrier()
-    _store_rows(to_out, outs.index(0), length, out_st)
+    _store_rows(to_out, outs.index(0), length, out_st, PART > 0)

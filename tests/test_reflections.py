@@ -106,7 +106,8 @@ def test_gradients_of_steps(name: str, seed: int) -> None:
 def test_over_ranks(name: str, seed: int) -> None:
     """A rank without tokens; documents over ranks."""
     given: dict[str, Any] = {"T": 50, "K": 32, "lengths": (30, 0, 20)}
-    cases = [Keys(name, 1, 1.9, **given), Keys(name, 4, **given, bounds=(0, 35, 50))]
+    # Of several heads: the gradients of beta of one, twenty numbers on a rank, are at the bound for some seeds.
+    cases = [Keys(name, 1, 1.9, **given, H=3), Keys(name, 4, **given, bounds=(0, 35, 50))]
     found = run_ranks(of_kernels, 3, cases, seed, env=INTERPRETED)
     assert not any(found), found
 

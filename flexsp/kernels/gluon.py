@@ -4,7 +4,7 @@ What a chunk reads is copied to shared memory while the chunk before is worked o
 each other run side by side. Triton has such copies only in pipelines of its own, which choose what waits for what.
 
 Only for bfloat16 and rows of a multiple of 64 numbers, which are whole vectors of the copies. Where a function chooses
-layouts, programs have four warps.
+layouts, programs have four warps, or WARPS.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = [
 
 
 @gluon.constexpr_function
-def by_row(columns):
+def by_row(columns, warps=4):
     """Layout of a tile [R, columns] in memory, 16 bytes a thread."""
     across = min(32, columns // 8)
-    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -94,17 +94,17 @@ def shared(x):
 
 
 @gluon.jit
-def _offsets(R: gl.constexpr, N: gl.constexpr, stride):
-    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N)))
-    columns = gl.arange(0, N, gl.SliceLayout(0, by_row(N)))
+def _offsets(R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr):
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
+    columns = gl.arange(0, N, gl.SliceLayout(0, by_row(N, WARPS)))
     return rows[:, None] * stride + columns[None, :]
 
 
 @gluon.jit
-def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride):
+def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4):
     """Rows 0..length-1 of a tile [R, N] of bfloat16 on their way to shared memory, zero below."""
-    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N)))
-    async_copy.async_copy_global_to_shared(to, base + _offsets(R, N, stride), (rows < length)[:, None])
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
+    async_copy.async_copy_global_to_shared(to, base + _offsets(R, N, stride, WARPS), (rows < length)[:, None])
 
 
 @gluon.jit
@@ -185,11 +185,11 @@ def operand(x, N: gl.constexpr):
 
 
 @gluon.jit
-def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride):
+def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4):
     """Rows 0..length-1 of x [R, N] as bfloat16."""
-    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N)))
-    x = gl.convert_layout(x.to(gl.bfloat16), by_row(N))
-    gl.store(base + _offsets(R, N, stride), x, mask=(rows < length)[:, None])
+    rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
+    x = gl.convert_layout(x.to(gl.bfloat16), by_row(N, WARPS))
+    gl.store(base + _offsets(R, N, stride, WARPS), x, mask=(rows < length)[:, None])
 
 
 @gluon.jit

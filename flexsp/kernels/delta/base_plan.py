@@ -27,7 +27,6 @@ class _Buffers(LaunchPlan):
         transition_nonzero: which segments' matrices count: not where states decay to nothing, or a document begins.
         gates, bounds, gain: what `wy_inverse` leaves of chunks.
         keys, chunk_beta: queries and keys of walks, and what they multiply keys by.
-        small_gates: which chunks kernels for gates that add up to little have done.
         to_keys: gradients of q and k, of each head.
         segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
             with those of the call.
@@ -42,7 +41,6 @@ class _Buffers(LaunchPlan):
     gain: str | None
     keys: list[str]
     chunk_beta: str | None
-    small_gates: str | None
     to_keys: list[str]
     segment_states: str | None
     segment_gradients: str | None
@@ -78,7 +76,7 @@ class BasePlan(_Buffers):
             "gated": int((walks.SCALAR if decays else walks.NONE).value),
             "transition_nonzero": "@transition_nonzero" if decays or (self.tiling.n_docs and scanned) else None,
             "gates": "@gates" if decays else None, "bounds": "@bounds" if decays and scanned else None,
-            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "chunk_beta": "@chunk_beta", "small_gates": None,
+            "gain": "@gain" if rounds else None, "keys": ["q", "k"], "chunk_beta": "@chunk_beta",
             "to_keys": ["d_q", "d_k"] if self.tiling.group == 1 else ["@dq", "@dk"],
             "segment_states": "@states" if scanned else None, "segment_gradients": "@dstates" if scanned else None,
         }  # fmt: skip

@@ -34,7 +34,7 @@ def launch_plan_of(
     kind: type[DeltaPlan] = ChannelPlan if by_channel else DeltaPlan
     if tiling.tiles.copies:
         kind = _in_gluon(by_channel)
-        given.require_vectors("q", "k", "v")
+        given.require_vectors("q", "k", "v", *([str(gate)] if by_channel else []))
     kinds = types[beta], torch.float32 if gate is None else types[gate]
     return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, returns_final, description, name)
 

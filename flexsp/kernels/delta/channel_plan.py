@@ -25,7 +25,6 @@ class ChannelPlan(DeltaPlan):
 
     Attributes:
         skipped: the chunks whose gradients other kernels make.
-        growth: log2 of how much a chunk makes a state grow at most.
         gated_inputs: those that kernels of chunks decay keys and queries with.
     """
 
@@ -35,7 +34,6 @@ class ChannelPlan(DeltaPlan):
     )  # fmt: skip
 
     skipped: str | None
-    growth: str | None
     gated_inputs: list[str]
 
     def settled(self) -> dict[str, Any]:
@@ -43,7 +41,7 @@ class ChannelPlan(DeltaPlan):
         return found | {
             "gated": int(walks.CHANNEL.value), "transition_nonzero": None, "gates": "@decay", "bounds": None,
             "keys": ["@reads", "@writes"], "chunk_beta": None, "skipped": "@exact" if found["rounds"] else None,
-            "growth": None, "gated_inputs": ["q", "k", str(self.gate), self.beta],
+            "gated_inputs": ["q", "k", str(self.gate), self.beta],
         }  # fmt: skip
 
     def declare(self) -> list[Buffer]:
@@ -58,7 +56,7 @@ class ChannelPlan(DeltaPlan):
             Buffer("@decay", Role.SAVED, _F32, (*chunks, p.K)),
             Buffer("@kept", Role.SCRATCH, _F32, (*chunks, p.K)),
             Buffer("@errors", Role.SCRATCH, _F32, (*chunks, C)),
-            Buffer("@dbeta", Role.SCRATCH, _F32, (-(-p.K // p.tiles.channel_grads.cols), p.B, p.T, p.H)),
+            Buffer("@dbeta", Role.SCRATCH, _F32, (self._panels, p.B, p.T, p.H)),
             Buffer("@parts", Role.SCRATCH, _F32, (*chunks, 2 * C, p.K)),
             Buffer("@dwrites", Role.SCRATCH, half, (*chunks, 2 * C, p.K)),
             Buffer("@dpairs", Role.SCRATCH, half, (*chunks, 2 * C, C)),
@@ -68,14 +66,22 @@ class ChannelPlan(DeltaPlan):
     def gates_shape(self) -> tuple[int, ...]:
         return self.B, self.T, self.H, self.tiling.K
 
+    @property
+    def _panels(self) -> int:
+        """Tiles of channels that have programs of their own for gradients."""
+        return -(-self.tiling.K // self.tiling.tiles.channel_grads.cols)
+
+    @property
+    def to_steps(self) -> str:
+        """Gradients of beta, of each tile."""
+        return gradient_of(self.beta) if self._panels == 1 else "@dbeta"
+
     def _before_states(self) -> list[LaunchSpec]:
         """What is made of chunks before states are known."""
         p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
         made, grid = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@sizes"], (p.n_chunks, p.B * p.H, 1)
         scores = self.kernel_launch(
-            "channel_scores", t.channel_scores, grid, [*names, "@blocks", *made, self.small_gates, self.growth],
-            [*made, *named(self.growth)], names, LARGE_ONLY=self.small_gates is not None,
-            GROWTH=self.growth is not None,
+            "channel_scores", t.channel_scores, grid, [*names, "@blocks", *made], made, names,
         )  # fmt: skip
         four = Launch(0, 4, 1)
         inverse = LaunchSpec(
@@ -98,32 +104,26 @@ class ChannelPlan(DeltaPlan):
         p, t, names = self.tiling, self.tiling.tiles, self.gated_inputs
         around = ["@entering", "@leaving", "@v_new"]
         width = t.channel_width
-        in_place, large_only = width >= p.V >= 2 * t.chunk, self.small_gates is not None
+        in_place = width >= p.V >= 2 * t.chunk
         errors = "@errors" if self.rounds else None
         left = around if in_place else ["@parts", "@dwrites", "@dpairs"]
         rows = p.V if in_place else 2 * t.chunk
         parts = self.kernel_launch(
             "channel_parts", t.channel_parts, (p.n_chunks, p.B * p.H, 1),
-            [
-                "do", "@inverse", "@v_new", None if large_only else "@dv_new", *around[:2], self.skipped, "d_v",
-                "@kept", errors, *left,
-            ],
-            [*([] if large_only else ["d_v"]), *named("@kept", errors), *left], ["do"], in_place=around, BV=width,
-            ROWS=rows, LARGE_ONLY=large_only, SKIPS=self.skipped is not None,
+            ["do", "@inverse", "@v_new", "@dv_new", *around[:2], self.skipped, "d_v", "@kept", errors, *left],
+            ["d_v", *named("@kept", errors), *left], ["do"], in_place=around, BV=width, ROWS=rows,
+            SKIPS=self.skipped is not None,
         )  # fmt: skip
-        to_beta = gradient_of(self.beta)
-        panels = -(-p.K // t.channel_grads.cols)
-        made = [*self.to_keys, to_beta if panels == 1 else "@dbeta", gradient_of(str(self.gate))]
+        made = [*self.to_keys, self.to_steps, gradient_of(str(self.gate))]
         grads = self.kernel_launch(
-            "channel_grads", t.channel_grads, (p.n_chunks, p.B * p.H, panels),
+            "channel_grads", t.channel_grads, (p.n_chunks, p.B * p.H, self._panels),
             [*names, "@blocks", "@sizes", self.skipped, self.gain, "@kept", errors, *left, *made], made, names,
             SIZED=t.channel_scores.cols, ROWS=rows, SKIPS=self.skipped is not None,
         )  # fmt: skip
-        return [*self.exact_gradients(part, made[2], made[3], panels), parts, grads]
+        return [*self.exact_gradients(part, made[2], made[3], self._panels), parts, grads]
 
     def _summed(self) -> list[LaunchSpec]:
-        whole = self.tiling.tiles.channel_grads.cols >= self.tiling.K
-        sums = [] if whole else [step("sum", _sum, ("@dbeta",), (gradient_of(self.beta),))]
+        sums = [] if self._panels == 1 else [step("sum", _sum, ("@dbeta",), (gradient_of(self.beta),))]
         return [*self._sum_of_groups(), *sums]
 
 

@@ -150,19 +150,14 @@ def channel_blocks(blocks, C: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, small_gates, growth, table, q_sb, q_st, q_sh,
-    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, LARGE_ONLY: tl.constexpr, GROWTH: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    q, k, g, beta, blocks, pairs, scores, reads, writes, w, decay, sizes, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of chunks [B H, chunks]: pairs G and scores [.., C, C]; what reads the state that enters, scale q e^b into reads
     and k e^b into w; what writes to the one that leaves, beta k e^{b_C - b}, into writes [.., C, K]; decay e^{b_C}
     [.., K]; and for each tile of channels which blocks of tokens were chosen, sizes [.., tiles]. In bf16 the rounding
     of G stands transposed above the diagonal: an inverse makes it larger where keys are alike.
-
-    GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at most; a token does so by no more
-    than |1 - beta |k|^2|, and without bound if one of its gates is positive. LARGE_ONLY, and SKIPS below: chunks of
-    `small_gates`, and those that are `skipped`, are left to `hopper_channels`, or to `exact`.
     """
     begin(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -170,9 +165,6 @@ def channel_scores(
     h = row % H
     start, length, doc, first_chunk, last_chunk = chunk_info(table, tl.program_id(0), T, C, PACKED)
     at = row * tl.num_programs(0) + tl.program_id(0)
-    if LARGE_ONLY:  # noqa: SIM102 (a constexpr, then a value)
-        if tl.load(small_gates + at) != 0:
-            return
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
@@ -181,11 +173,8 @@ def channel_scores(
     beta_c = load_numbers(beta + b * beta_sb + h * beta_sh + start * beta_st, beta_st, length, C).to(tl.float32)
     of_keys = tl.zeros([C, C], tl.float32)
     of_queries = tl.zeros([C, C], tl.float32)
-    positive = 0
     for k0 in range(0, K, COLS):
         gate = _load_gates(g, g_st, length, k0, C, K, COLS)
-        if GROWTH:
-            positive += tl.sum(tl.sum((gate > 0.0).to(tl.int32), axis=1), axis=0)
         first, second = _split(gate, DOT)
         qc = load_rows(q, q_st, length, k0, C, K, COLS).to(tl.float32)
         kc = load_rows(k, k_st, length, k0, C, K, COLS).to(tl.float32)
@@ -207,10 +196,6 @@ def channel_scores(
             of_keys += tl.where(met, mm((kc * e).to(DOT), written, DOT, PREC), 0.0)
             of_queries += tl.where(met, mm((qc * e).to(DOT), written, DOT, PREC), 0.0)
     square = at * C * C + i[:, None] * C + i[None, :]
-    if GROWTH:
-        own = tl.sum(tl.where(i[:, None] == i[None, :], of_keys, 0.0), axis=1)
-        own = tl.maximum(tl.abs(1.0 - beta_c * own), 1.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(growth + at, tl.where(positive > 0, float("inf"), tl.sum(tl.log2(own), axis=0)))
     of_keys = tl.where(i[:, None] > i[None, :], of_keys * beta_c[None, :], 0.0)
     found = of_keys.to(DOT)
     if tl.bfloat16 == DOT:
@@ -264,26 +249,22 @@ def channel_wy_transform(
 
 @triton.jit
 def _chunk(
-    do, do_st, v_new, dv_new, turned, dv, dv_st, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    LARGE_ONLY: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    do, do_st, v_new, dv_new, turned, length, v0, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN, which the walk left where LARGE_ONLY."""
+    """Of columns of the values: the outputs' gradient, N^T, and dV = M^-T dN."""
     oc = load_rows(do, do_st, length, v0, C, V, BV)
     N = load_state(v_new, v0, 0, True, V, C, BV, C).to(v_new.dtype.element_ty)
-    if LARGE_ONLY:
-        y = load_rows(dv, dv_st, length, v0, C, V, BV).to(DOT)
-    else:
-        dN = load_state(dv_new, v0, 0, True, V, C, BV, C).to(dv_new.dtype.element_ty)
-        y = mm(turned, tl.trans(dN), DOT, PREC).to(DOT)
-    return oc, N, y
+    dN = load_state(dv_new, v0, 0, True, V, C, BV, C).to(dv_new.dtype.element_ty)
+    return oc, N, mm(turned, tl.trans(dN), DOT, PREC).to(DOT)
 
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_parts(
     do, inverse, v_new, dv_new, entering, leaving, skipped, dv, kept, errors, parts, dwrites, dpairs, table, do_sb,
     do_st, do_sh, T, H, n_chunks, scale, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLS: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, LARGE_ONLY: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, SKIPS: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dv [B, T, H, V], and what `channel_grads` goes on with: for each chunk ROWS rows of `parts`, gradients of scale
     q e^b and then of k e^b [C, K], of `dwrites`, those of beta k e^{b_C - b} [C, K], and of `dpairs`, those of scores,
@@ -313,11 +294,8 @@ def channel_parts(
     of_scores = tl.zeros([C, C], tl.float32)
     of_pairs = tl.zeros([C, C], tl.float32)
     for v0 in tl.static_range(0, V, BV):
-        oc, N, y = _chunk(
-            do, do_st, v_new, dv_new, turned, dv, H * V, length, v0, C, V, BV, LARGE_ONLY, DOT, PREC
-        )  # fmt: skip
-        if not LARGE_ONLY:
-            store_rows(dv, y, H * V, length, v0, C, V, BV)
+        oc, N, y = _chunk(do, do_st, v_new, dv_new, turned, length, v0, C, V, BV, DOT, PREC)
+        store_rows(dv, y, H * V, length, v0, C, V, BV)
         of_scores += mm(oc, N, DOT, PREC)
         of_pairs -= mm(y, N, DOT, PREC)
     if tl.bfloat16 == DOT:
@@ -332,9 +310,7 @@ def channel_parts(
         both = tl.zeros([COLS], tl.float32)
         for v1 in tl.static_range(0, V, BV):
             if BV < V:
-                oc, N, y = _chunk(
-                    do, do_st, v_new, dv_new, turned, dv, H * V, length, v1, C, V, BV, LARGE_ONLY, DOT, PREC
-                )  # fmt: skip
+                oc, N, y = _chunk(do, do_st, v_new, dv_new, turned, length, v1, C, V, BV, DOT, PREC)
             S = load_state(entering, v1, k0, True, V, K, BV, COLS).to(entering.dtype.element_ty)
             dS = load_state(leaving, v1, k0, True, V, K, BV, COLS).to(leaving.dtype.element_ty)
             both += sum_over(S.to(tl.float32) * dS.to(tl.float32), 0)

@@ -108,7 +108,7 @@ class DeltaPlan(ExactPlan):
 
     def forward(self) -> list[LaunchSpec]:
         given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
-        chosen = [choose(self, self.small_gates)] if self.rounds else []
+        chosen = [choose(self)] if self.rounds else []
         launches = [*self._before_states(), *chosen]
         if self.scanned:
             launches += [*self._summarize(given), *self.exact_forward("summarize", given)]

@@ -33,13 +33,11 @@ With beta up to 1 random keys of 128 channels have 0.25 at most, one key 0.35 to
 LEAST_BETA = tl.constexpr(2.0**-40)
 GROUP_OF_CHUNKS = tl.constexpr(8)
 _MANY = tl.constexpr(128)
-_ALONE = tl.constexpr(2)  # in `small_gates`: neither kernels for small gates nor those for large ones
 
 
 @triton.jit(do_not_specialize=["T", "n_chunks", "per_seg"])
 def choose(
-    gain, exact, small_gates, table, T, n_chunks, per_seg, C: tl.constexpr, SMALL_GATES: tl.constexpr,
-    PACKED: tl.constexpr, PDL: tl.constexpr,
+    gain, exact, table, T, n_chunks, per_seg, C: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """exact [B H, chunks], of all chunks of a segment alike: whether it is done token by token. It is where a chunk's
     gain is too large, and where gains are negative, by which a program asks for it, for half of the tokens or more."""
@@ -60,8 +58,6 @@ def choose(
     for block in range(c0, c1, _MANY):
         c = block + tl.arange(0, _MANY)
         tl.store(exact + row * n_chunks + c, found + tl.zeros([_MANY], tl.int32), mask=c < c1)
-        if SMALL_GATES:
-            tl.store(small_gates + row * n_chunks + c, tl.full([_MANY], _ALONE, tl.int32), mask=(c < c1) & (found != 0))
 
 
 @triton.jit

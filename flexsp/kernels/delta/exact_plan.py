@@ -16,14 +16,14 @@ _COLS = 8  # of the state, in one warp
 _WARP = Launch(_COLS, 1, 1)
 
 
-def choose(call: LaunchPlan, small_gates: str | None = None) -> LaunchSpec:
-    """Which segments are done token by token, of a call that `rounds`; `small_gates` are told of it, too."""
+def choose(call: LaunchPlan) -> LaunchSpec:
+    """Which segments are done token by token, of a call that `rounds`."""
     p, n_docs = call.tiling, call.n_docs
-    pointers = "@gain", "@exact", small_gates or "@exact", "@table" if n_docs else "@exact"
-    constants = {"C": p.chunk, "SMALL_GATES": small_gates is not None, "PACKED": n_docs > 0}
+    pointers = "@gain", "@exact", "@table" if n_docs else "@exact"
+    constants = {"C": p.chunk, "PACKED": n_docs > 0}
     return LaunchSpec(
-        "choose", _WARP, (call.B * call.H, p.n_seg, 1), pointers, ("@gain", *named(small_gates)),
-        ("@exact", *named(small_gates)), (call.T, p.n_chunks, p.per_seg), constants, _WARP.options, kernel=exact.choose,
+        "choose", _WARP, (call.B * call.H, p.n_seg, 1), pointers, ("@gain",), ("@exact",),
+        (call.T, p.n_chunks, p.per_seg), constants, _WARP.options, kernel=exact.choose,
     )  # fmt: skip
 
 

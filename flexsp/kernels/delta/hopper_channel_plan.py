@@ -1,11 +1,7 @@
-"""The launches of a call with a gate a key channel, by kernels in Gluon for Hopper GPUs.
-
-`channel_scores` and `channel_grads` in Gluon do the chunks whose gates add up to little, those in Triton the others.
-"""
+"""The launches of a call with a gate a key channel, by kernels in Gluon for Hopper GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,23 +15,22 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelPlan"]
 
-_SCORES, _GRADS, _HORIZON = Launch(64, 4, 1, 168), Launch(64, 4, 1), Launch(64, 4, 1)
+_CHUNK, _HORIZON = Launch(64, 8, 1, registers=128), Launch(64, 4, 1)  # two blocks a multiprocessor
 
 
 class HopperChannelPlan(HopperPlan, ChannelPlan):
     """As `ChannelPlan`, with the walks of `HopperPlan`: U and W are not kept in memory."""
 
     kernels: ClassVar[dict[str, Any]] = ChannelPlan.kernels | HopperPlan.kernels | {
-        "small_gate_scores": hopper_channels.channel_scores, "small_gate_grads": hopper_channels.channel_grads,
+        "channel_scores": hopper_channels.channel_scores, "channel_grads": hopper_channels.channel_grads,
         "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         scanned = self.tiling.scanned
         return super().settled() | {
-            "small_gates": "@small_gates", "skipped": "@small_gates", "growth": "@growth" if scanned else None,
-            "transition_nonzero": "@transition_nonzero" if scanned else None, "decays": "@decay",
-            "walk_keys": ["@reads", "@w", "@writes"],
+            "growth": "@growth" if scanned else None, "transition_nonzero": "@transition_nonzero" if scanned else None,
+            "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"],
         }  # fmt: skip
 
     def declare(self) -> list[Buffer]:
@@ -43,22 +38,27 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         segments = p.K // 64, self.B * self.H, self.n_seg
         return [
             *super().declare(),
-            Buffer("@small_gates", Role.SAVED, torch.int32, chunks),
             Buffer("@growth", Role.SAVED, torch.float32, chunks),
             Buffer("@from_end", Role.SCRATCH, torch.int32, segments),
             Buffer("@from_start", Role.SCRATCH, torch.int32, segments),
         ]
 
+    @property
+    def _panels(self) -> int:
+        return self.tiling.K // _CHUNK.cols
+
     def _before_states(self) -> list[LaunchSpec]:
-        p, names = self.tiling, self.gated_inputs
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", "@small_gates", self.growth]
-        small = self.kernel_launch(
-            "small_gate_scores", _SCORES, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+        p, names, grid = self.tiling, self.gated_inputs, (self.n_chunks, self.B * self.H, 1)
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", self.growth]
+        scores = self.kernel_launch(
+            "channel_scores", _CHUNK, grid, [*names, *made], named(*made), names,
             GROWTH=self.growth is not None,
         )  # fmt: skip
-        blocks, scores, inverse, _ = ChannelPlan._before_states(self)
-        inverse = replace(inverse, kind="inverse", how=WARP, options=WARP.options)
-        return [small, blocks, scores, inverse]
+        inverse = LaunchSpec(
+            "inverse", WARP, grid, ("@inverse", str(self.gain)), ("@inverse",), ("@inverse", str(self.gain)),
+            constants={"C": p.chunk, "GAIN": True}, options=WARP.options,
+        )  # fmt: skip
+        return [scores, inverse]
 
     def _segment_horizon(self, found: str, reverse: bool) -> LaunchSpec:
         p, reads = self.tiling, ("@w", "@writes", "@inverse", "@decay", "@growth")
@@ -83,11 +83,11 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         ]
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
+        """Of all chunks: plans with a gate a channel have one part."""
         p, names = self.tiling, [*self.gated_inputs, "do"]
-        made = [*self.to_keys, "@dbeta", gradient_of(str(self.gate))]
-        small = self.kernel_launch(
-            "small_gate_grads", _GRADS, (p.n_chunks * (p.K // 64), p.B * p.H, 1),
-            [*names, "d_v", "@v_new", "@entering", "@leaving", "@small_gates", self.gain, *made], made, names,
-            PARTS=64 // p.tiles.channel_grads.cols,
+        made = [*self.to_keys, self.to_steps, gradient_of(str(self.gate))]
+        grads = self.kernel_launch(
+            "channel_grads", _CHUNK, (p.n_chunks * self._panels, p.B * p.H, 1),
+            [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, *made], made, names,
         )  # fmt: skip
-        return [small, *ChannelPlan._grads(self, part)]
+        return [*self.exact_gradients(part, made[2], made[3], self._panels), grads]

@@ -1,7 +1,13 @@
-"""What `channels` does of chunks whose gates add up to little, on Hopper GPUs; the kernels there do the others.
+"""What `channels` does chunk by chunk, on Hopper GPUs, for any gates.
 
-Decays of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, with m the middle of the chunk. A thread has whole
-columns of tokens, so that gates are summed in registers.
+Decays of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, for whole blocks of tokens at once. Within a block, m
+is its middle; how many tokens it has, all, 16 or one, depends on what its gates add up to, since either factor may grow.
+Blocks beyond that meet in pairs: those of one token, of two and so on, up to the halves of the chunk. There m is the
+edge between an odd block and the even one before it: a token has one factor, and none grows where gates are not
+positive. A product is of the whole chunk, and of it the pairs that meet are taken. Every pair meets once.
+
+Channels are taken 64 at a time. A thread of the eight warps has eight tokens of two channels, so gates are summed in
+registers, in blocks of up to eight tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +22,7 @@ from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
 from flexsp.kernels.gluon import (
     arrived,
     begin,
-    begun,
     by_row,
-    by_sum,
     chunk_at,
     copy,
     numbers,
@@ -34,20 +38,29 @@ __all__ = ["channel_grads", "channel_scores"]
 
 _SMALL = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
 _GROWTH = gl.constexpr(10.0)
+_LEVELS = gl.constexpr(6)  # log2 of the tokens of a chunk
+_BLOCK = gl.constexpr(4)  # log2 of those of a smaller block that has one middle
+_PART = gl.constexpr(3)  # log2 of those that a thread has
+_ROWS = gl.constexpr(1 << _PART.value)
+_PARTS = gl.constexpr(8)  # of the tokens; a warp has one
+_N = gl.constexpr(64)  # channels
+_WARPS = gl.constexpr(8)
+_BITS = "{ .reg .pred p, q; .reg .b32 t, u; setp.eq.u32 p, $1, N; setp.eq.u32 q, $2, N;" \
+    " selp.b32 t, 0xFFFF, 0, p; selp.b32 u, 0xFFFF0000, 0, q; or.b32 $0, t, u; }"  # ones where numbers are N
+_TOGETHER, _MEETING = gl.constexpr(_BITS.replace("N", "0")), gl.constexpr(_BITS.replace("N", "1"))
+_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_TOTALS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-_PARTS = gl.constexpr(4)  # of the tokens, one a warp
+_CHANNELS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
+_IN_PARTS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
+_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 
 
 @gluon.constexpr_function
-def by_channel(tokens):
-    """Layout of a tile [tokens, 64]: a thread has two columns of a quarter of the tokens."""
-    return gl.BlockedLayout([tokens // _PARTS.value, 2], [1, 32], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _in_parts(tokens):
-    """The same of [4, tokens / 4, 64]."""
-    return gl.BlockedLayout([1, tokens // _PARTS.value, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+def _in_blocks(size):
+    """As `_IN_PARTS` of [8, 8, 64], of [8, 8 / size, size, 64]."""
+    return gl.BlockedLayout([1, 8 // size, size, 2], [1, 1, 1, 32], [8, 1, 1, 1], [3, 2, 1, 0])
 
 
 @gluon.jit
@@ -61,63 +74,138 @@ def _larger(x, y):
 
 
 @gluon.jit
-def _places(stride, C: gl.constexpr, N: gl.constexpr):
-    """Offsets of a tile [C, N] whose rows are `stride` apart."""
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
-    columns = gl.arange(0, N, gl.SliceLayout(0, by_channel(C)))
+def _places(stride):
+    """Offsets of a tile [64, 64] whose rows are `stride` apart."""
+    rows = gl.arange(0, 64, gl.SliceLayout(1, _CHANNELS))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, _CHANNELS))
     return rows[:, None] * stride + columns[None, :]
 
 
 @gluon.jit
-def _load(base, length, stride, C: gl.constexpr, N: gl.constexpr):
-    """A tile [C, N], zero from row `length` on."""
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
-    return gl.load(base + _places(stride, C, N), mask=(rows < length)[:, None], other=0.0)
+def _by_part(x):
+    """x [64, 64] as [8, 8, 64]."""
+    return gl.convert_layout(gl.reshape(x, [_PARTS, _ROWS, _N]), _IN_PARTS, assert_trivial=True)
 
 
 @gluon.jit
-def _scanned(x, SUFFIX: gl.constexpr, C: gl.constexpr, N: gl.constexpr):
-    """Sums over the tokens until each of x [C, N], or from each on; over the first half, and over all."""
-    L: gl.constexpr = _in_parts(C)
-    EVERY: gl.constexpr = gl.BlockedLayout([_PARTS, 2], [1, 32], [1, 4], [1, 0])
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, by_channel(C))
-    x = gl.convert_layout(gl.reshape(x, [_PARTS, C // _PARTS, N]), L, assert_trivial=True)
-    inside = gl.associative_scan(x, 1, _add)
-    sums = gl.sum(x, axis=1)
-    room = gl.allocate_shared_memory(gl.float32, [_PARTS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), sums)
-    gl.thread_barrier()
-    every = room.load(EVERY)
-    which = gl.arange(0, _PARTS, gl.SliceLayout(1, EVERY))[:, None]
-    own = gl.arange(0, _PARTS, gl.SliceLayout(1, gl.SliceLayout(1, L)))[:, None]
-    beyond = gl.zeros([_PARTS, N], gl.float32, gl.SliceLayout(1, L))
+def _by_token(x):
+    """x [8, 8, 64] as [64, 64]."""
+    return gl.convert_layout(gl.reshape(x, [_PARTS * _ROWS, _N]), _CHANNELS, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _vectors(kind):
+    """Layout of a tile [64, 64] in memory, 16 bytes a thread."""
+    width = 128 // kind.primitive_bitwidth
+    return gl.BlockedLayout([1, width], [width // 2, 64 // width], [8, 1], [1, 0])
+
+
+@gluon.jit
+def _room(kind: gl.constexpr):
+    """Room for gates [64, 64]."""
+    return gl.allocate_shared_memory(kind, [64, 64], gl.SwizzledSharedLayout(128 // kind.primitive_bitwidth, 1, 1, [1, 0]))
+
+
+@gluon.jit
+def _copy_gates(to, base, length, stride):
+    """Gates as they are given on their way to shared memory, zero from row `length` on."""
+    L: gl.constexpr = _vectors(to.dtype)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+    at = rows[:, None] * stride + gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    async_copy.async_copy_global_to_shared(to, base + at, (rows < length)[:, None])
+
+
+@gluon.jit
+def _gates(tile):
+    """Gates [8, 8, 64] in log2 from shared memory; NaN stays."""
+    gate = tile.load(_CHANNELS).to(gl.float32)
+    return _by_part(gl.where(gate < GATE_MIN, GATE_MIN, gate) * LOG2E)
+
+
+@gluon.jit
+def _summed(x):
+    """Of x [8, 8, 64]: sums in each part until each token, and of parts [8, 64]."""
+    return gl.associative_scan(x, 1, _add), gl.sum(x, axis=1)
+
+
+@gluon.jit
+def _parts():
+    """The number of a part, [8, 1]."""
+    return gl.arange(0, _PARTS, gl.SliceLayout(1, gl.SliceLayout(1, _IN_PARTS)))[:, None]
+
+
+@gluon.jit
+def _part(totals, n: gl.constexpr):
+    """[1, 64]: of numbers of parts [8, 64] in shared memory those of part n. They are loaded where they are needed:
+    registers would not hold them."""
+    return totals.slice(n, 1, dim=0).load(gl.SliceLayout(1, _IN_PARTS))
+
+
+@gluon.jit
+def _all(totals, COUNT: gl.constexpr):
+    """[1, 64]: the sum of the first COUNT parts."""
+    found = _part(totals, 0)
+    for n in gl.static_range(1, COUNT):
+        found += _part(totals, n)
+    return found
+
+
+@gluon.jit
+def _before(totals):
+    """[8, 64]: the sum of the parts before each."""
+    found = gl.zeros([_PARTS, _N], gl.float32, gl.SliceLayout(1, _IN_PARTS))
+    for n in gl.static_range(_PARTS - 1):
+        found += gl.where(_parts() > n, _part(totals, n), 0.0)
+    return found
+
+
+@gluon.jit
+def _beside(totals, LEVEL: gl.constexpr):
+    """[8, 64]: for each part the sum of others of its block of 2^LEVEL tokens: of an odd block of those before it, of an
+    even one of those behind it."""
+    own = _parts() >> (LEVEL - _PART)
+    found = gl.zeros([_PARTS, _N], gl.float32, gl.SliceLayout(1, _IN_PARTS))
     for n in gl.static_range(_PARTS):
-        part = gl.convert_layout(
-            gl.sum(gl.where(which == n, every, 0.0), axis=0), gl.SliceLayout(0, gl.SliceLayout(1, L)),
-            assert_trivial=True,
-        )  # fmt: skip
-        beyond += gl.where(own < n if SUFFIX else own > n, part[None, :], 0.0)
-    if SUFFIX:
-        inside = x + (sums[:, None, :] - inside)
-    found = gl.convert_layout(
-        gl.reshape(inside + beyond[:, None, :], [C, N]), by_channel(C), assert_trivial=True
-    )  # fmt: skip
-    half = gl.convert_layout(gl.sum(gl.where(which < _PARTS // 2, every, 0.0), axis=0), COLUMNS, assert_trivial=True)
-    return found, half, gl.convert_layout(gl.sum(every, axis=0), COLUMNS, assert_trivial=True)
+        counts = ((own & 1 == 1) & (_parts() > n)) | ((own & 1 == 0) & (_parts() < n))
+        found += gl.where(counts & (own == n >> (LEVEL - _PART)), _part(totals, n), 0.0)
+    return found
 
 
 @gluon.jit
-def _sums(gate, C: gl.constexpr, N: gl.constexpr):
-    """Cumulative gates in log2 [C, N]; their values in the middle, and at the end."""
-    gate = gate.to(gl.float32)
-    gate = gl.where(gate < GATE_MIN, GATE_MIN, gate) * LOG2E  # NaN stays
-    return _scanned(gate, False, C, N)
+def _within_part(gate, LEVEL: gl.constexpr):
+    """As `_to_edge`, of gates [8, 8, 64] of tokens, for blocks of which a thread has several."""
+    SIZE: gl.constexpr = 1 << LEVEL
+    L: gl.constexpr = _in_blocks(SIZE)
+    x = gl.convert_layout(gl.reshape(gate, [_PARTS, _ROWS // SIZE, SIZE, _N]), L, assert_trivial=True)
+    until = gl.associative_scan(x, 2, _add)
+    block = gl.arange(0, _ROWS // SIZE, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    found = gl.where((block & 1)[None, :, None, None] == 1, until, gl.sum(x, axis=2)[:, :, None, :] - until)
+    return gl.convert_layout(gl.reshape(found, [_PARTS, _ROWS, _N]), _IN_PARTS, assert_trivial=True)
 
 
 @gluon.jit
-def _largest(gate, C: gl.constexpr, N: gl.constexpr):
-    """The largest gate of each channel in each part of the tokens, [4, N]."""
-    parts = gl.reshape(gate.to(gl.float32), [_PARTS, C // _PARTS, N])
-    return gl.reduce(gl.convert_layout(parts, _in_parts(C), assert_trivial=True), 1, _larger)
+def _to_edge(inside, sums, totals, LEVEL: gl.constexpr):
+    """Gates [8, 8, 64] between each token and the edge at which its block of 2^LEVEL tokens meets that beside it: those
+    of an odd block from its start to the token, those of an even one from behind the token to the end.
+
+    inside, sums: as `_summed`; totals: sums, in shared memory.
+    """
+    odd = ((_parts() >> (LEVEL - _PART)) & 1)[:, None, :] == 1
+    return gl.where(odd, inside, sums[:, None, :] - inside) + _beside(totals, LEVEL)[:, None, :]
+
+
+@gluon.jit
+def _to_middle(inside, sums, totals):
+    """log2 of how many tokens a block has for which its middle serves, and gates [8, 8, 64] from there to each token."""
+    half, before = _all(totals, _PARTS // 2), _before(totals)
+    of_chunk, of_block = before - half, gl.where(_parts() & 1 == 1, 0.0, -sums)
+    x = inside + of_chunk[:, None, :]
+    grown = gl.where((_parts() < _PARTS // 2)[:, None, :], -x, x) <= _GROWTH
+    fits = (gl.abs(x) <= _SMALL) & grown & (inside + before[:, None, :] <= _GROWTH) & (half >= -_SMALL)[:, None, :]
+    unfit = (~fits).to(gl.int32) + ((~(gl.abs(inside + of_block[:, None, :]) <= _SMALL)).to(gl.int32) << 16)
+    unfit = gl.sum(gl.sum(gl.sum(unfit, axis=1), axis=1), axis=0)
+    size = gl.where((unfit & 0xFFFF) == 0, _LEVELS, gl.where(unfit >> 16 == 0, _BLOCK, 0))
+    return size, gl.where(size == 0, 0.0, inside + gl.where(size == _LEVELS, of_chunk, of_block)[:, None, :])
 
 
 @gluon.jit
@@ -131,203 +219,367 @@ def _size(x, y):
 
 
 @gluon.jit
-def _store_pairs(to, x, C: gl.constexpr):
-    """x [C, C], which is zero on and above the diagonal, as bfloat16; its rounding is transposed above the diagonal."""
+def _store_pairs(to, x):
+    """The transpose of x [64, 64], which is zero but above the diagonal, as bfloat16; above the diagonal the rounding
+    of x."""
+    L: gl.constexpr = by_row(64, _WARPS)
     first = x.to(gl.bfloat16)
-    rest = gl.permute((x - first.to(gl.float32)).to(gl.bfloat16), (1, 0))
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_row(C)))[:, None]
-    columns = gl.arange(0, C, gl.SliceLayout(0, by_row(C)))[None, :]
-    x = gl.where(rows > columns, gl.convert_layout(first, by_row(C)), gl.convert_layout(rest, by_row(C)))
-    gl.store(to + rows * C + columns, x)
+    rest = (x - first.to(gl.float32)).to(gl.bfloat16)
+    first = gl.permute(first, (1, 0))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    columns = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    x = gl.where(rows > columns, gl.convert_layout(first, L), gl.convert_layout(rest, L))
+    gl.store(to + rows * 64 + columns, x)
+
+
+@gluon.jit
+def _levels_of_pairs():
+    """[64, 64] in shared memory: at which level tokens meet, -1 on the diagonal; above it 8 more. In registers there is
+    no room for it, nor for what the compiler would make of it ahead."""
+    i = gl.arange(0, 64, gl.SliceLayout(1, _PRODUCTS))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, _PRODUCTS))[None, :]
+    apart = i ^ j
+    found = gl.where(apart > 0, 0, -1)
+    for level in gl.static_range(1, _LEVELS):
+        found += gl.where(apart >> level > 0, 1, 0)
+    return shared(gl.where(i < j, found + 8, found).to(gl.float32))
+
+
+@gluon.jit
+def _product(x, y):
+    """x y [64, 64], which goes on by itself."""
+    return warpgroup_mma(x, y, gl.zeros([64, 64], gl.float32, _PRODUCTS), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scores_at(found, levels, qs, ks, qe, ke, gates, LEVEL: gl.constexpr):
+    """`found`, scores and above the diagonal pairs of keys, with those of the tokens that meet at a level. levels: of
+    pairs; gates: to the edges where blocks meet."""
+    e = power(_by_token(gates))
+    gl.thread_barrier()  # all warps have waited for products that read what is written over
+    qe.store((qs.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+    ke.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+    visible()
+    turned = ke.permute((1, 0))
+    of_keys, of_queries, found = warpgroup_mma_wait(0, [_product(ke, turned), _product(qe, turned), found])
+    meets = levels.load(_PRODUCTS).to(gl.float32)
+    return found + gl.where(meets == LEVEL, of_queries, gl.where(meets == LEVEL + 8, of_keys, 0.0))
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, pairs, scores, reads, writes, w, decay, small_gates, growth, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr,
-    GROWTH: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, pairs, scores, reads, writes, w, decay, growth, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
+    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GROWTH: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `channels.channel_scores`. small_gates [B H, chunks]: whether the chunk's gates add up to little, so that what
-    is written stands.
-    """
+    """As `channels.channel_scores`. GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at
+    most; a token does so by no more than |1 - beta |k|^2|, and without bound if one of its gates is positive."""
     begin(PDL)
     c, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
     b = row // H
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * gl.num_programs(0) + c
+    TILES: gl.constexpr = K // _N
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
-    beta += b * beta_sb + h * beta_sh + start * beta_st
-    CC: gl.constexpr = by_sum(C)
-    N: gl.constexpr = 64
-    rows = gl.arange(0, C, gl.SliceLayout(1, by_channel(C)))
-    beta_c = gl.load(beta + rows * beta_st, mask=rows < length, other=0.0).to(gl.float32)
-    qs, ks, ps = tiles(K // N, C, N), tiles(K // N, C, N), tiles(K // N, C, N)
-    for n in gl.static_range(K // N):
-        copy(qs.index(n), q + n * N, length, C, N, q_st)
-        copy(ks.index(n), k + n * N, length, C, N, k_st)
-    async_copy.commit_group()
-    L: gl.constexpr = by_channel(C)
-    large = 0
-    most = gl.zeros([_PARTS, N], gl.float32, gl.SliceLayout(1, _in_parts(C)))
-    for n in range(K // N):
-        gate = _load(g + n * N, length, g_st, C, N)
-        if GROWTH:
-            most = _larger(most, _largest(gate, C, N))
-        total, middle, end = _sums(gate, C, N)
-        x = total - middle[None, :]
-        grown = gl.where((rows < C // 2)[:, None], -x, x) <= _GROWTH
-        small = (gl.abs(x) <= _SMALL) & grown & (total <= _GROWTH) & (middle >= -_SMALL)[None, :]
-        large += gl.sum(gl.sum((~small).to(gl.int32), axis=1), axis=0)
-        to = at * C * K + n * N + _places(K, C, N)
+    qs, ks = tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
+    qe, ke = tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
+    gates = _room(g.dtype.element_ty)
+    totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS)
+    rows = gl.arange(0, C, _TOKENS)
+    given_beta = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
+    steps = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given_beta.to(gl.float32))
+    found = gl.zeros([C, C], gl.float32, _PRODUCTS)  # scores, and above the diagonal pairs of keys
+    levels = _levels_of_pairs()
+    largest = 0.0
+    for n in range(TILES):
+        zero = gl.minimum(length + n, 0) * 16  # addresses of rows that depend on it are not kept in registers
+        gl.thread_barrier()  # all warps have read what is written over
+        _copy_gates(gates, g + n * _N, length, g_st + zero)
+        copy(ks, k + n * _N, length, C, _N, k_st + zero, _WARPS)
+        copy(qs, q + n * _N, length, C, _N, q_st + zero, _WARPS)
+        async_copy.commit_group()
         arrived(0)
-        found = ks.index(n).load(L).to(gl.float32) * power(-x)
-        ps.index(n).store(found.to(gl.bfloat16))
-        found = found * power(end - middle)[None, :] * beta_c[:, None]
-        gl.store(writes + to, found.to(gl.bfloat16))
-        e = power(x)
-        found = ks.index(n).load(L).to(gl.float32) * e
-        ks.index(n).store(found.to(gl.bfloat16))
-        gl.store(w + to, (found * power(middle)[None, :]).to(gl.bfloat16))
-        found = qs.index(n).load(L).to(gl.float32) * e
-        qs.index(n).store(found.to(gl.bfloat16))
-        gl.store(reads + to, (found * (power(middle) * scale)[None, :]).to(gl.bfloat16))
-        columns = gl.arange(0, N, gl.SliceLayout(0, L))
-        gl.store(decay + at * K + n * N + columns, power(end))
-    visible()
-    of_keys = gl.zeros([C, C], gl.float32, CC)
-    of_queries = of_keys
-    for n in gl.static_range(K // N):
-        of_keys = warpgroup_mma(ks.index(n), ps.index(n).permute((1, 0)), of_keys, is_async=True)
-        of_queries = warpgroup_mma(qs.index(n), ps.index(n).permute((1, 0)), of_queries, is_async=True)
-    of_keys, of_queries = warpgroup_mma_wait(0, [of_keys, of_queries])
-    i = gl.arange(0, C, gl.SliceLayout(1, CC))
-    j = gl.arange(0, C, gl.SliceLayout(0, CC))
+        gate = _gates(gates)
+        if GROWTH:
+            largest = _larger(largest, gl.reduce(gl.reduce(_by_token(gate), 1, _larger), 0, _larger))
+        inside, sums = _summed(gate)
+        totals.store(sums)
+        gl.thread_barrier()
+        size, x = _to_middle(inside, sums, totals)
+        x = _by_token(x)
+        qe.store((ks.load(_CHANNELS).to(gl.float32) * power(-x)).to(gl.bfloat16))
+        ke.store((ks.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+        visible()
+        product, found = warpgroup_mma_wait(0, [_product(qe, ke.permute((1, 0))), found])
+        meets = levels.load(_PRODUCTS).to(gl.float32)
+        found += gl.where((meets >= 8) & (meets < size + 8), product, 0.0)
+        gl.thread_barrier()
+        ke.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+        visible()
+        product, found = warpgroup_mma_wait(0, [_product(ke, qe.permute((1, 0))), found])
+        found += gl.where(levels.load(_PRODUCTS).to(gl.float32) < size, product, 0.0)
+        if size < _LEVELS:
+            if size == 0:
+                for level in gl.static_range(_PART):
+                    found = _scores_at(found, levels, qs, ks, qe, ke, _within_part(_gates(gates), level), level)
+                inside, sums = _summed(_gates(gates))
+                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, _PART), _PART)
+            inside, sums = _summed(_gates(gates))
+            for level in gl.static_range(_BLOCK, _LEVELS):
+                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, level), level)
+        inside, sums = _summed(_gates(gates))
+        gl.thread_barrier()  # all warps have waited for products that read what is written over
+        e = power(_by_token(inside + _before(totals)[:, None, :]))
+        qs.store((qs.load(_CHANNELS).to(gl.float32) * (e * scale)).to(gl.bfloat16))  # a thread's own numbers
+        ke.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+        e = power(_by_token((sums + _beside(totals, _LEVELS))[:, None, :] - inside))
+        e = e * steps.load(gl.SliceLayout(1, _CHANNELS))[:, None]
+        ks.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+        columns = gl.arange(0, _N, gl.SliceLayout(0, gl.SliceLayout(1, _IN_PARTS)))[None, :]
+        gl.store(decay + at * K + n * _N + columns, power(_all(totals, _PARTS)))
+        gl.thread_barrier()
+        store(reads + at * C * K + n * _N, qs.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
+        store(w + at * C * K + n * _N, ke.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
+        store(writes + at * C * K + n * _N, ks.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
+    meets = levels.load(_PRODUCTS).to(gl.float32)
     if GROWTH:
-        own = gl.sum(gl.where(i[:, None] == j[None, :], of_keys, 0.0), axis=1)
-        own = gl.abs(1.0 - own * gl.convert_layout(beta_c, gl.SliceLayout(1, CC)))
-        grown = gl.sum(gl.log2(gl.maximum(own, 1.0, propagate_nan=tl.PropagateNan.ALL)), axis=0)
-        positive = gl.reduce(gl.reduce(most, 1, _larger), 0, _larger) > 0.0
-        gl.store(growth + at, gl.where(positive, float("inf"), grown))
-    factor = gl.convert_layout(beta_c, gl.SliceLayout(0, CC))[None, :]
-    _store_pairs(pairs + at * C * C, gl.where(i[:, None] > j[None, :], of_keys * factor, 0.0), C)
-    of_queries = of_queries * (factor * scale)
-    store(scores + at * C * C, gl.where(i[:, None] >= j[None, :], of_queries, 0.0), C, C, C, C)
-    gl.store(small_gates + at, gl.where(large == 0, 1, 0))
+        L: gl.constexpr = by_row(K, _WARPS)
+        rows = gl.arange(0, C, gl.SliceLayout(1, L))
+        at_rows = rows[:, None] * k_st + gl.arange(0, K, gl.SliceLayout(0, L))[None, :]
+        x = gl.load(k + at_rows, mask=(rows < length)[:, None], other=0.0).to(gl.float32)
+        step = steps.load(gl.SliceLayout(1, L))
+        most = gl.maximum(gl.abs(1.0 - gl.sum(x * x, axis=1) * step), 1.0, propagate_nan=tl.PropagateNan.ALL)
+        gl.store(growth + at, gl.where(largest > 0.0, float("inf"), gl.sum(gl.log2(most), axis=0)))
+    factor = steps.load(gl.SliceLayout(0, _PRODUCTS))[None, :]
+    store(scores + at * C * C, gl.where(meets < 8, found * (factor * scale), 0.0), C, C, C, C, _WARPS)
+    factor = steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
+    _store_pairs(pairs + at * C * C, gl.where(meets >= 8, found * factor, 0.0))
+
+
+@gluon.jit
+def _choose(to, x, y, level, MEETS: gl.constexpr):
+    """Puts two tiles [64, 64] of bfloat16 in shared memory into those of `to`, with zeros but where tokens are in one
+    block of 2^level, or in two that meet (MEETS)."""
+    L: gl.constexpr = by_row(64, _WARPS)
+    i = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    apart = (i ^ j) >> level
+    asm: gl.constexpr = _MEETING if MEETS else _TOGETHER
+    kept = gl.inline_asm_elementwise(asm, "=r,r,r", [apart], dtype=gl.bfloat16, is_pure=True, pack=2)
+    to.index(0).store(_and(x.load(L), kept))
+    to.index(1).store(_and(y.load(L), kept))
+
+
+@gluon.jit
+def _and(x, y):
+    """Bits of numbers in bfloat16."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, y], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _read(tile):
+    """Numbers of a tile [64, 64] in bfloat16, as products have them."""
+    return tile.load(_PRODUCTS).to(gl.float32)
+
+
+@gluon.jit
+def _row_sums(x):
+    """Sums of x [64, 64] over the columns that a thread has, [64, 2, 4]."""
+    return gl.sum(gl.sum(gl.reshape(x, [64, 2, 4, 4, 2]), axis=4), axis=2)
+
+
+@gluon.jit
+def _column_sums(x):
+    """Sums of x [64, 64] over the rows that a thread has, [32, 64]."""
+    return gl.reshape(gl.sum(gl.reshape(x, [4, 2, 8, 64]), axis=1), [32, 64])
+
+
+@gluon.jit
+def _grads_at(
+    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, gates, LEVEL: gl.constexpr
+):  # fmt: skip
+    """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens do
+    that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
+    e = power(_by_token(gates))
+    odd = (gl.arange(0, 64, gl.SliceLayout(1, _CHANNELS)) >> LEVEL) & 1 == 1
+    step = gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, _CHANNELS)))[:, None]
+    gl.thread_barrier()  # all warps have read what is written over, and waited for products that do
+    es.store(e.to(gl.bfloat16))
+    qe.store((qs.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+    ke.store((ks.load(_CHANNELS).to(gl.float32) * e * step).to(gl.bfloat16))
+    gl.thread_barrier()
+    _choose(chosen, scores, pairs, LEVEL, True)
+    visible()
+    scores, pairs = chosen.index(0), chosen.index(1)
+    odd = ((gl.arange(0, 64, gl.SliceLayout(1, _PRODUCTS)) >> LEVEL) & 1 == 1)[:, None]
+    # One product after the other: registers do not hold more. Of even tokens there are no queries.
+    found, to_q, of_gates = warpgroup_mma_wait(0, [_product(scores, ke), to_q, of_gates])
+    to_q += found * _read(es)
+    of_gates += found * _read(qe)
+    found = warpgroup_mma(scores.permute((1, 0)), qe, _product(pairs, ke), is_async=True)
+    found, to_k, of_gates = warpgroup_mma_wait(0, [found, to_k, of_gates])
+    of_gates += gl.where(odd, found, -found) * _read(ke)
+    found = found * _read(es)
+    to_k += found * gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None])
+    to_beta += _row_sums(gl.where(odd, 0.0, found * _read(ks)))
+    return to_q, to_k, to_beta, of_gates
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, do, dv, v_new, entering, leaving, small_gates, gain, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh,
-    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
-    K: gl.constexpr, PARTS: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
-    PDL: gl.constexpr,
+    q, k, g, beta, do, dv, v_new, entering, leaving, skipped, gain, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
+    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg [B, T, H, K] and, of tiles of channels, dbeta [tiles, B, T, H], of chunks of `small_gates`, and not 2.
+    """dq, dk, dg [B, T, H, K] and, of each tile of 64 channels, dbeta [tiles, B, T, H], but of chunks that are `skipped`.
 
-    dv [B, T, H, V], v_new N^T, and the S^T around the chunk are what the walks left. The first of PARTS tiles of
-    dbeta has what 64 channels add, the others zeros.
+    dv [B, T, H, V], v_new N^T, and the S^T around the chunk are what the walks left.
     """
     begin(PDL)
-    N: gl.constexpr = 64
-    CK: gl.constexpr = by_sum(N)
-    CC: gl.constexpr = by_sum(C)
-    TILES: gl.constexpr = K // N
+    TILES: gl.constexpr = K // _N
     c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
     at = row * n_chunks + c
-    if gl.load(small_gates + at) != 1:
+    if gl.load(skipped + at) != 0:
         return
-    k0 = tile * N
+    k0 = tile * _N
     b = row // H
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-    of_o, of_y, v_new_s = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
-    S, dS = tiles(1, V, N).index(0), tiles(1, V, N).index(0)
-    qs, ks = tiles(1, C, N).index(0), tiles(1, C, N).index(0)
-    copy(of_o, do + b * do_sb + h * do_sh + start * do_st, length, C, V, do_st)
-    copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
-    copy(v_new_s, v_new + at * V * C, V, V, C, C)
+    of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
+    S, dS = tiles(1, V, _N).index(0), tiles(1, V, _N).index(0)
+    qs, ks = tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
+    copy(of_o, do + b * do_sb + h * do_sh + start * do_st, length, C, V, do_st, _WARPS)
+    copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V, _WARPS)
+    copy(N, v_new + at * V * C, V, V, C, C, _WARPS)
     async_copy.commit_group()
-    copy(S, entering + at * V * K + k0, V, V, N, K)
-    copy(dS, leaving + at * V * K + k0, V, V, N, K)
-    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, N, q_st)
-    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, N, k_st)
+    copy(S, entering + at * V * K + k0, V, V, _N, K, _WARPS)
+    copy(dS, leaving + at * V * K + k0, V, V, _N, K, _WARPS)
+    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, _N, q_st, _WARPS)
+    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, _N, k_st, _WARPS)
     async_copy.commit_group()
-    g += b * g_sb + h * g_sh + start * g_st + k0
-    gate = _load(g, length, g_st, C, N)
-    rows = gl.arange(0, C, gl.SliceLayout(1, CK))
-    beta_c = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
-    beta_c = beta_c.to(gl.float32)
+    rows = gl.arange(0, C, _TOKENS)
+    given_beta = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
+    steps = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given_beta.to(gl.float32))
 
     arrived(1)
-    i = gl.arange(0, C, gl.SliceLayout(1, CC))
-    j = gl.arange(0, C, gl.SliceLayout(0, CC))
-    of_scores, of_pairs = warpgroup_mma_wait(0, [begun(of_o, v_new_s, C), begun(of_y, v_new_s, C)])
-    dbeta += ((tile * PARTS * (gl.num_programs(1) // H) + b) * T + start) * H + h
+    of_scores, of_pairs = warpgroup_mma_wait(0, [_product(of_o, N), _product(of_y, N)])
+    i = gl.arange(0, C, gl.SliceLayout(1, _PRODUCTS))
+    j = gl.arange(0, C, gl.SliceLayout(0, _PRODUCTS))
+    dbeta += ((tile * (gl.num_programs(1) // H) + b) * T + start) * H + h
     if gl.load(gain + at) > ALIKE * length:  # stored at once, and as the diagonal that it is: sums would take registers
-        step = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
-        step = step.to(gl.float32)
-        of_errors = (i[:, None] == j[None, :]) & (gl.abs(step) > LEAST_BETA)[:, None]
+        beta_c = steps.load(gl.SliceLayout(1, _PRODUCTS))
+        of_errors = (i[:, None] == j[None, :]) & ((gl.abs(beta_c) > LEAST_BETA) & (i < length))[:, None]
         place = dbeta + (i * H)[:, None] + j[None, :] * 0
-        gl.store(place, gl.where(tile == 0, of_pairs / step[:, None], 0.0), mask=of_errors)
+        gl.store(place, gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0), mask=of_errors)
     of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
     of_pairs = gl.where(i[:, None] > j[None, :], -of_pairs, 0.0)
     size, unit = _size(of_scores, of_pairs)  # gradients may be small, and decays make them smaller: in units of size
-    scores_s, pairs_s = shared(of_scores * unit), shared(of_pairs * unit)
+    scores, pairs = shared(of_scores * unit), shared(of_pairs * unit)
     arrived(0)
-    to_p, to_k, to_q = begun(v_new_s.permute((1, 0)), dS, N), begun(of_y, S, N), begun(of_o, S, N)
-    kept = gl.zeros([C, N], gl.float32, CK)
-    for v0 in gl.static_range(0, V, C):
-        kept += S.slice(v0, C).load(CK).to(gl.float32) * dS.slice(v0, C).load(CK).to(gl.float32)
+    to_p, to_k, to_q = _product(N.permute((1, 0)), dS), _product(of_y, S), _product(of_o, S)
+    kept = _column_sums(_read(S.slice(0, C)) * _read(dS.slice(0, C)))
+    for v0 in gl.static_range(C, V, C):
+        kept += _column_sums(_read(S.slice(v0, C)) * _read(dS.slice(v0, C)))
     to_p, to_k, to_q = warpgroup_mma_wait(0, [to_p, to_k, to_q])
-    total, middle, end = _sums(gate, C, N)  # all warps have waited for these products, so that they are written over
-    from_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, power(total - middle[None, :]))
-    to_middle = gl.allocate_shared_memory(gl.float32, [C, N], _SUMS, power(middle[None, :] - total))
-    edges = numbers(2, N)
-    edges.index(0).store(middle)
-    edges.index(1).store(end)
+    gl.thread_barrier()  # all warps have waited for products that read what is written over below
+    of_o._keep_alive()
+    of_y._keep_alive()
+    N._keep_alive()
+    S._keep_alive()
+    dS._keep_alive()
+    gates = _room(g.dtype.element_ty)  # before there is no room
+    _copy_gates(gates, g + b * g_sb + h * g_sh + start * g_st + k0, length, g_st)
+    async_copy.commit_group()
+    arrived(0)
+    inside, sums = _summed(_gates(gates))
+    totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS, sums)
+    factors = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS)
     gl.thread_barrier()
-    middle = edges.index(0).load(gl.SliceLayout(0, CK))
-    end = edges.index(1).load(gl.SliceLayout(0, CK))
-    to_p = to_p * power(end - middle)[None, :] * unit
-    to_k = to_k * power(middle)[None, :] * -unit
-    to_q = to_q * power(middle)[None, :] * (scale * unit)
-    pe = (ks.load(CK).to(gl.float32) * to_middle.load(CK) * beta_c[:, None]).to(gl.bfloat16)
-    pe_s = shared(pe)
-    kept = kept * power(end)[None, :] * unit + pe.to(gl.float32) * to_p
-    qe_s = shared(qs.load(CK).to(gl.float32) * from_middle.load(CK))
-    ke_s = shared(ks.load(CK).to(gl.float32) * from_middle.load(CK))
-    edges.index(0).store(gl.sum(kept, axis=0))
+    factors.store(power(_by_token(inside + _before(totals)[:, None, :])))
+    edge = gl.allocate_shared_memory(gl.float32, [1, _N], _TOTALS, power(_all(totals, _PARTS)))
+    gl.thread_barrier()
+    to_q = to_q * factors.load(_PRODUCTS) * (scale * unit)
+    to_k = to_k * factors.load(_PRODUCTS) * -unit
+    gl.thread_barrier()
+    factors.store(power(_by_token((sums + _beside(totals, _LEVELS))[:, None, :] - inside)))
+    gl.thread_barrier()
+    to_p = to_p * factors.load(_PRODUCTS) * unit
+    of_gates = to_q * _read(qs) + to_k * _read(ks)
+    step = steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
+    to_k += to_p * step
+    to_p = to_p * _read(ks)
+    to_beta = _row_sums(to_p)
+    to_p = to_p * step
+    kept = kept * edge.load(kept.type.layout) * unit + _column_sums(to_p)
+    of_gates -= to_p
+    gl.thread_barrier()
+    edge.store(gl.sum(kept, axis=0)[None, :])  # what passes the whole chunk, and all that its tokens write
+
+    block, x = _to_middle(inside, sums, totals)
+    x = _by_token(x)
+    es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
+    pe, chosen = tiles(1, C, _N).index(0), tiles(2, C, _N)
+    qe.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+    ke.store((ks.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+    own_beta = steps.load(gl.SliceLayout(1, _CHANNELS))[:, None]
+    pe.store((ks.load(_CHANNELS).to(gl.float32) * power(-x) * own_beta).to(gl.bfloat16))
+    _choose(chosen, scores, pairs, block, False)
     visible()
-    to_q = warpgroup_mma(scores_s, pe_s, to_q, is_async=True)
-    to_k = warpgroup_mma(pairs_s, pe_s, to_k, is_async=True)
-    to_p = warpgroup_mma(scores_s.permute((1, 0)), qe_s, to_p, is_async=True)
-    to_p = warpgroup_mma(pairs_s.permute((1, 0)), ke_s, to_p, is_async=True)
-    to_q, to_k, to_p = warpgroup_mma_wait(0, [to_q, to_k, to_p])
-    sums = qe_s.load(CK).to(gl.float32) * to_q  # as products had them: what pairs add to dg cancels in its sums
-    qs.store((to_q * from_middle.load(CK) * size).to(gl.bfloat16))
-    sums += ke_s.load(CK).to(gl.float32) * to_k
-    sums -= pe_s.load(CK).to(gl.float32) * to_p
-    to_p = to_p * to_middle.load(CK) * size
-    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(beta_c) > LEAST_BETA)
-    to_beta = gl.sum(to_p * ks.load(CK).to(gl.float32), axis=1)
-    part = dbeta + rows * H
-    gl.store(part, to_beta, mask=(rows < length) & ~by_errors)
-    for n in gl.static_range(1, PARTS):
-        skipped = gl.num_programs(1).to(gl.int64) * T * n
-        gl.store(part + skipped, gl.zeros([C], gl.float32, gl.SliceLayout(1, CK)), mask=rows < length)
-    ks.store((to_k * from_middle.load(CK) * size + to_p * beta_c[:, None]).to(gl.bfloat16))
-    from_middle.store(sums)
+    # Operands are rounded once, and gradients of gates are made of what products had: what pairs add to these cancels.
+    found, to_q, of_gates = warpgroup_mma_wait(0, [_product(chosen.index(0), pe), to_q, of_gates])
+    to_q += found * _read(es)
+    of_gates += found * _read(qe)
+    found, to_k, of_gates = warpgroup_mma_wait(0, [_product(chosen.index(1), pe), to_k, of_gates])
+    to_k += found * _read(es)
+    of_gates += found * _read(ke)
+    found = _product(chosen.index(0).permute((1, 0)), qe)
+    found = warpgroup_mma(chosen.index(1).permute((1, 0)), ke, found, is_async=True)
+    found, to_k, of_gates = warpgroup_mma_wait(0, [found, to_k, of_gates])
+    of_gates -= found * _read(pe)
+    found = found * _read(fs)
+    to_k += found * step
+    to_beta += _row_sums(found * _read(ks))
+    if block < _LEVELS:
+        both = shared(pairs.load(_PRODUCTS) + pairs.permute((1, 0)).load(_PRODUCTS))
+        if block == 0:
+            for level in gl.static_range(_PART):
+                to_q, to_k, to_beta, of_gates = _grads_at(
+                    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps,
+                    _within_part(_gates(gates), level), level,
+                )  # fmt: skip
+            inside, sums = _summed(_gates(gates))
+            to_q, to_k, to_beta, of_gates = _grads_at(
+                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps,
+                _to_edge(inside, sums, totals, _PART), _PART,
+            )  # fmt: skip
+        for level in gl.static_range(_BLOCK, _LEVELS):
+            inside, sums = _summed(_gates(gates))
+            to_q, to_k, to_beta, of_gates = _grads_at(
+                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps,
+                _to_edge(inside, sums, totals, level), level,
+            )  # fmt: skip
+    to_beta = gl.sum(gl.sum(to_beta, axis=2), axis=1)
+    rows = gl.arange(0, C, to_beta.type.layout)
+    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(steps.load(to_beta.type.layout)) > LEAST_BETA)
+    gl.store(dbeta + rows * H, to_beta * size, mask=(rows < length) & ~by_errors)
+    gl.thread_barrier()  # all warps have read what is written over
+    qs.store((to_q * size).to(gl.bfloat16))
+    ks.store((to_k * size).to(gl.bfloat16))
+    last = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS, of_gates)
     gl.thread_barrier()
     to = ((b * T + start) * H + h) * K + k0
-    store(dq + to, qs.load(by_row(N)), length, C, N, H * K)
-    store(dk + to, ks.load(by_row(N)), length, C, N, H * K)
-    L: gl.constexpr = by_channel(C)
-    sums, half, whole = _scanned(from_middle.load(L), True, C, N)
-    sums = (sums + edges.index(0).load(gl.SliceLayout(0, L))[None, :]) * size
-    closed = _load(g, length, g_st, C, N).to(gl.float32) < GATE_MIN
-    tokens = gl.arange(0, C, gl.SliceLayout(1, L))
-    place = dg + to + _places(H * K, C, N)
-    gl.store(place, gl.where(closed, 0.0, sums).to(dg.dtype.element_ty), mask=(tokens < length)[:, None])
+    store(dq + to, qs.load(by_row(_N, _WARPS)), length, C, _N, H * K, _WARPS)
+    store(dk + to, ks.load(by_row(_N, _WARPS)), length, C, _N, H * K, _WARPS)
+    of_gates = _by_part(last.load(_CHANNELS))
+    inside, sums = _summed(of_gates)
+    totals.store(sums)
+    gl.thread_barrier()
+    found = of_gates + ((sums + _beside(totals, _LEVELS))[:, None, :] - inside)  # of the token and those behind it
+    found = _by_token(found + edge.load(gl.SliceLayout(1, _IN_PARTS))[:, None, :]) * size
+    closed = gates.load(_CHANNELS).to(gl.float32) < GATE_MIN
+    tokens = gl.arange(0, C, gl.SliceLayout(1, _CHANNELS))
+    place = dg + to + _places(H * K)
+    gl.store(place, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=(tokens < length)[:, None])

@@ -58,8 +58,14 @@ def errors(sp: object, seed: int, dtype: torch.dtype, tokens: int) -> list[tuple
             assert torch.equal(alone, y) and y.dtype == torch.float32
             grads = of_all(y, given, dy)
         want = raw_gates_in_pytorch.activated(*exact, form[2], torch.float64)  # type: ignore[arg-type]
-        pairs = [(y, want), *zip(grads, of_all(want, exact, dy.double()), strict=True)]
-        found += [((a - w).norm().item() / w.norm().item(), torch.finfo(a.dtype).eps) for a, w in pairs]
+        exacts = of_all(want, exact, dy.double())
+        pairs = [*zip([y, *grads], [want, *exacts], strict=True)]
+        sizes = [w.norm().item() for _, w in pairs]
+        if form[0] and form[2]:  # what tokens add to A_log's gradient has both signs, and cancels
+            raw = exact[0] if exact[2] is None else exact[0] + exact[2]  # type: ignore[operator]
+            sizes[2] = (exacts[0] * raw).abs().movedim(2, 0).flatten(1).sum(1).norm().item()
+        for (a, w), size in zip(pairs, sizes, strict=True):
+            found.append(((a - w).norm().item() / size, torch.finfo(a.dtype).eps))
         for a, leaf in zip(grads, [p for p in given if p is not None], strict=True):
             assert a.shape == leaf.shape and a.dtype == leaf.dtype
     return found

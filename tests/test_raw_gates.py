@@ -26,11 +26,12 @@ FORMS = [(True, True, None), (True, False, None), (True, True, -5.0), (False, Tr
 
 
 def drawn(shape: Sequence[int], form: Any, dtype: torch.dtype, made: torch.Generator) -> list[Tensor | None]:
-    """x behind odd strides, some of it far out; A_log and the bias in float32 or in x's dtype."""
-    turned = (2, 1, 0, *range(3, len(shape)))
-    x = torch.randn(*[shape[i] for i in turned], 2, generator=made)[..., 0].permute(turned)
-    some = torch.rand(shape, generator=made)
-    x = torch.where(some < 0.05, -30.0, torch.where(some > 0.95, 30.0, 2 * x))
+    """x behind odd strides, of heads alone tokens first; some of it far out. A_log and the bias are in float32 or in x's
+    dtype."""
+    turned = (1, 0, 2) if len(shape) == 3 else (2, 1, 0, 3)
+    x = torch.randn(*[shape[i] for i in turned], 1 if len(shape) == 3 else 2, generator=made)[..., 0]
+    some = torch.rand(x.shape, generator=made)
+    x = torch.where(some < 0.05, -30.0, torch.where(some > 0.95, 30.0, 2 * x)).permute(turned)
     A_log, bias = torch.randn(shape[2], generator=made), torch.randn(shape[2:], generator=made)
     other = dtype if made.initial_seed() % 2 else torch.float32
     found = [x.to(dtype), A_log.to(other) if form[0] else None, bias.to(other) if form[1] else None]
@@ -86,6 +87,7 @@ def steep(sp: object, seed: int) -> list[list[Tensor]]:
     x = torch.randn(1, 10, 4, 6, generator=made)
     x[0, 3], x[0, 4] = -200.0, -1e4
     bias = torch.randn(4, 6, generator=made)
+    x[0, 5, :, 0], bias[:, 0] = 2e-38, 0.0  # times the largest slope this is 3.3
     for factor in (None, -5.0):
         results = []
         for kernels in (True, False):

@@ -53,6 +53,8 @@ class SymbTensor:
         after the other. A chunk of C rows may end inside a token. The output of a token is that of its last row.
     row: for an input without rows beside inputs with rows: the row, from 0 or backwards from -1, at which a token has
         this value; its other rows have zeros. None gives all rows of a token the value.
+    clamped: these are log gates <= 0. The functions get those whose decay is 0 as the lowest one that lets sums keep
+        their digits (`flexsp.kernels.gates`), and they have no gradient. Kernels clamp them as they read them.
     """
 
     shape: Sequence[Size]
@@ -60,6 +62,7 @@ class SymbTensor:
     before: str | None = None
     rows: int | None = None
     row: int | None = None
+    clamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,11 @@ class InputMeta:
         earlier = {name: what.before for name, what in tokens.items() if what.before is not None}
         return cls(tokens, params, numbers, state, earlier, tuple(heads_first), _rows_of(tokens, params))
 
+    @property
+    def clamped(self) -> frozenset[str]:
+        """Log gates that are clamped."""
+        return frozenset(name for name, what in self.tokens.items() if what.clamped)
+
     def dims(self, name: str) -> int:
         """Dimensions of an input of tokens in a call without a batch."""
         return len(self.tokens[name].shape) + (self.tokens[name].rows is not None)
@@ -211,8 +219,8 @@ def _rows_of(tokens: Mapping[str, SymbTensor], params: Mapping[str, SymbTensor])
     """Rows of a token, None where no input has rows; ValueError where inputs disagree."""
     found: tuple[str, int] | None = None
     for name, what in {**tokens, **params}.items():
-        if name in params and (what.rows is not None or what.row is not None):
-            raise ValueError(f"input_meta[{name!r}]: expected neither rows nor row without 'T' among its sizes")
+        if name in params and (what.rows is not None or what.row is not None or what.clamped):
+            raise ValueError(f"input_meta[{name!r}]: expected no rows, row or clamped without 'T' among its sizes")
         if what.rows is None:
             continue
         if type(what.rows) is not int or what.rows < 1:

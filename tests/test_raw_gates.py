@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ FORMS = [(True, True, None), (True, False, None), (True, True, -5.0), (False, Tr
 
 
 def drawn(shape: Sequence[int], form: Any, dtype: torch.dtype, made: torch.Generator) -> list[Tensor | None]:
-    """x behind odd strides, of heads alone tokens first; some of it far out. A_log and the bias are in float32 or in x's
-    dtype."""
+    """x behind odd strides, tokens first where heads have one gate; some of it far out. A_log and the bias are in
+    float32 or in x's dtype."""
     turned = (1, 0, 2) if len(shape) == 3 else (2, 1, 0, 3)
     x = torch.randn(*[shape[i] for i in turned], 1 if len(shape) == 3 else 2, generator=made)[..., 0]
     some = torch.rand(x.shape, generator=made)
@@ -46,7 +47,13 @@ def errors(sp: object, seed: int, dtype: torch.dtype, tokens: int) -> list[tuple
     """Of gates and of gradients, with the roundings of their dtypes. Programs add up gradients of `tokens` tokens."""
     from flexsp.kernels import raw_gates
 
-    raw_gates._TOKENS, raw_gates._SUMMED, raw_gates._NUMBERS = tokens, 512, 256
+    with patch.multiple(raw_gates, _TOKENS=tokens, _SUMMED=512, _NUMBERS=256):
+        return _errors(seed, dtype)
+
+
+def _errors(seed: int, dtype: torch.dtype) -> list[tuple[float, float]]:
+    from flexsp.kernels import raw_gates
+
     made, found = torch.Generator().manual_seed(seed), []
     for shape, form in itertools.product(SHAPES, FORMS):
         given = drawn(shape, form, dtype, made)

@@ -79,7 +79,7 @@ def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int]) -> bool:
     blocks = {name: padded(sizes[name]) for name in layout.sizes}
     state = [blocks.pop(name) for name in layout.state]
     most = max([*blocks.values(), *(state[:1] if dense else [])], default=0)
-    return len(state) == 2 and (most > WHOLE or math.prod(state) > WHOLE * MOST)
+    return len(state) == 2 and (most > WHOLE or state[1] > MOST or math.prod(state) > WHOLE * MOST)
 
 
 def generated(program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> Generated:

@@ -28,7 +28,7 @@ from flexsp.kernels.launch_spec import Launch
 from flexsp.runtime.kept import keep_with
 from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
-from flexsp.scan.tiles import MOST_ROWS, too_large
+from flexsp.scan.tiles import MOST_COLUMNS, MOST_ROWS, too_large
 
 __all__ = ["candidates", "choose_tiling", "not_generated", "refusal"]
 
@@ -250,7 +250,8 @@ def _best(
 def _refuse_large(cut: _Cut, code: Generated) -> None:
     """NotEmittable if a kernel would hold too large a tile, or the scan too large a state."""
     for name, n in cut.sizes:
-        most = MOST_ROWS if code.panels and name == cut.cols else MOST
+        of_columns = MOST_ROWS if code.panels else MOST_COLUMNS if code.split else MOST
+        most = of_columns if name == cut.cols else MOST
         if n > most:
             raise NotEmittable(f"{name} = {n}: kernels are generated for sizes up to {most}")
     plan = next(cut.plans(CHUNKS[0]))

@@ -64,6 +64,21 @@ GATES = [
          "tests/test_raw_gates.py::test_gradients_of_one_of_three"),
     ),
     *_in(
+        "flexsp/compiler/linear_attention.py",
+        ("clamped(tokens[name]) for name", "tokens[name] for name", "programs get gates in PyTorch that nobody clamped",
+         "tests/test_clamped_gates.py::test_a_gate_that_is_0"),
+    ),
+    *_in(
+        "flexsp/ops/hgrn2.py",
+        ('"g": g}, scale', '"g": programs.clamped(g, q)}, scale', "PyTorch makes gates of float32 for kernels",
+         "tests/test_beside_kernels.py::test_kernels_read_what_calls_bring[hgrn2-12]"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/generated_kernels.py",
+        ("most > WHOLE or state[1] > MOST or", "most > WHOLE or", "kernels hold all columns of wide values at once",
+         "tests/test_large_values.py::test_wide_values_are_taken_in_pieces"),
+    ),
+    *_in(
         "flexsp/kernels/gates.py",
         ("torch.float64: -800.0", "torch.float64: -104.0", "closed gates let e^-104 pass in float64",
          "tests/test_clamped_gates.py::test_a_gate_of_any_size"),

@@ -141,6 +141,8 @@ class InputMeta:
                     f"input_meta[{name!r}]: expected 'T' as the first size, or as the second, behind the heads, got "
                     f"{what.shape!r}"
                 )
+            elif what.clamped:
+                raise ValueError(f"input_meta[{name!r}]: expected 'T' among the sizes of clamped gates")
             else:
                 params[name] = what
         state = given.get(STATE)
@@ -219,8 +221,8 @@ def _rows_of(tokens: Mapping[str, SymbTensor], params: Mapping[str, SymbTensor])
     """Rows of a token, None where no input has rows; ValueError where inputs disagree."""
     found: tuple[str, int] | None = None
     for name, what in {**tokens, **params}.items():
-        if name in params and (what.rows is not None or what.row is not None or what.clamped):
-            raise ValueError(f"input_meta[{name!r}]: expected no rows, row or clamped without 'T' among its sizes")
+        if name in params and (what.rows is not None or what.row is not None):
+            raise ValueError(f"input_meta[{name!r}]: expected neither rows nor row without 'T' among its sizes")
         if what.rows is None:
             continue
         if type(what.rows) is not int or what.rows < 1:

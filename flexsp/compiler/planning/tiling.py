@@ -185,7 +185,7 @@ class _Cut:
         """Columns of the state for a program of a walk: as many as fit, but fewer for dense transitions and in fp32."""
         width = whole = padded(dict(self.sizes)[self.cols])
         rows = self.tiles * padded(dict(self.sizes).get(self.rows, 1))
-        while self.split and rows * width > _TILE:
+        while self.split and (rows * width > _TILE or width > MOST):
             width //= 2
         if self.dense and self.split:
             while width > NARROWEST and self.heads * (whole // width) < self.device.programs:

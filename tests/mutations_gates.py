@@ -8,6 +8,7 @@ __all__ = ["GATES"]
 
 _OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
 _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
+_RAW = "tests/test_raw_gates.py::test_against_float64"
 _THEN = " + p, valid, C)\n            starts = starts_of(unit, c, b, doc, first, PACKED, UNIT)\n        dos"
 _LRU = "tests/test_vector_state.py::test_rg_lru_in_kernels"
 _LRU_FIRST = _LRU + "[first tokens-float32-1000]"
@@ -31,13 +32,51 @@ _SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
 
 GATES = [
     *_in(
-        "flexsp/ops/_delta.py",
-        ("slope.clamp(max=_MOST_LOG[slope.dtype]).exp()", "slope.exp()", "gradients of steep raw gates are NaN",
+        "flexsp/kernels/raw_gates_in_pytorch.py",
+        ("clamp(max=MOST_LOG[dtype]).exp()", "exp()", "gradients of steep raw gates are NaN",
          "tests/test_ops.py::test_raw_gates_of_any_steepness"),
-        ("found = wide(beta).sigmoid()", "found = beta.sigmoid()", "step sizes of half precision are rounded",
+        ("raw = x.to(dtype) if bias", "raw = x if bias", "raw gates and step sizes are activated in half precision",
          "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
-        ("raw = wide(g, like) if dt_bias", "raw = g if dt_bias", "raw gates are activated in half precision",
-         "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
+    ),
+    *_in(
+        "flexsp/kernels/raw_gates.py",
+        ("tl.minimum(log, _MOST_LOG, propagate_nan=tl.PropagateNan.ALL)", "log", "steep gates have infinite slopes",
+         "tests/test_raw_gates.py::test_gates_of_any_steepness"),
+        ("learned = ~(log > _MOST_LOG)", "learned = log > -1e9", "slopes that are cut have gradients",
+         "tests/test_raw_gates.py::test_gates_of_any_steepness"),
+        ("of_slope -= grad * value\n", "of_slope -= grad * value * slope[None, :]\n", "a slope is counted twice", _RAW),
+        ("of_slope += grad * raw\n", "of_slope += grad * raw * slope[None, :]\n",
+         "a slope of sigmoids is counted twice", _RAW),
+        ("for at in range(0, PER, ROWS):", "for at in range(0, ROWS, ROWS):", "later tokens have no gradients", _RAW),
+        ("for at in range(0, parts, ROWS):", "for at in range(0, ROWS, ROWS):",
+         "later programs leave no gradients of parameters", _RAW),
+        ("tl.load(given + parts.to(tl.int64) * N", "tl.load(given", "a bias has the gradients of the slope", _RAW),
+        ("((row // T) * x_sb + (row % T) * x_st)[:, None] + cols[None, :]\n    raw",
+         "(row * x_st)[:, None] + cols[None, :]\n    raw",
+         "sequences are read one behind the other", _RAW),
+        ("tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS", "offsets of raw gates overflow",
+         "tests/test_raw_gates.py::test_offsets_are_of_64_bits"),
+        ("for d, wanted in zip(found, ctx", "for d, wanted in zip(found[::-1], ctx",
+         "parameters have each other's gradients",
+         "tests/test_raw_gates.py::test_gradients_of_one_of_three"),
+        ("make = torch.empty if x.numel() else", "make = torch.empty if True else",
+         "parameters of no tokens have any gradients",
+         "tests/test_raw_gates.py::test_gradients_of_one_of_three"),
+    ),
+    *_in(
+        "flexsp/compiler/linear_attention.py",
+        ("clamped(tokens[name]) for name", "tokens[name] for name", "programs get gates in PyTorch that nobody clamped",
+         "tests/test_gated_keys.py::test_the_op_clamps_gates_where_no_kernel_does"),
+    ),
+    *_in(
+        "flexsp/ops/hgrn2.py",
+        ('"g": g}, scale', '"g": programs.clamped(g, q)}, scale', "PyTorch makes gates of float32 for kernels",
+         "tests/test_beside_kernels.py::test_kernels_read_what_calls_bring[hgrn2-12]"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/generated_kernels.py",
+        ("most > WHOLE or state[1] > MOST or", "most > WHOLE or", "kernels hold all columns of wide values at once",
+         "tests/test_large_values.py::test_wide_values_are_taken_in_pieces"),
     ),
     *_in(
         "flexsp/kernels/gates.py",

@@ -468,10 +468,13 @@ KERNELS = [
          "value heads have other keys", _OPS),
     ),
     *_in(
-        "flexsp/ops/_delta.py",
+        "flexsp/kernels/raw_gates_in_pytorch.py",
         ('return -slope * F.softplus(raw)', 'return -F.softplus(raw)', "A_log has no effect", _OPS),
-        ("lower_bound * raw.sigmoid()", "-1.0 * raw.sigmoid()", "the bound of gates has no effect", _OPS),
-        ("2.0 * found if allow_neg_eigval", "found if allow_neg_eigval", "no negative eigenvalues", _OPS),
+        ("factor * found", "found", "the bound of gates has no effect", _OPS),
+    ),
+    *_in(
+        "flexsp/ops/_delta.py",
+        ("2.0 if allow_neg_eigval", "1.0 if allow_neg_eigval", "no negative eigenvalues", _OPS),
         (" and engine_runs(heads.K, ColumnBlocks.of(heads.V).width, q.device)", "", "generated kernels get gates that nobody clamped",
          "tests/test_nonfinite.py::test_closed_gates_of_delta_rules[torch.float32]"),
         ("call.cu_seqlens * steps", "call.cu_seqlens", "documents end at a step of a token", "tests/test_ops.py::test_documents_and_strides"),

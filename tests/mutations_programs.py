@@ -142,6 +142,10 @@ PROGRAMS = [
     ),
     *_in(
         "flexsp/compiler/backend/tile_ops.py",
+        ("tl.maximum(g.to(tl.float32), GATE_MIN, propagate_nan=tl.PropagateNan.ALL)", "g.to(tl.float32)",
+         "generated kernels read gates that nobody clamped", "tests/test_beside_kernels.py::test_closed_gates_in_bfloat16[hgrn2]"),
+        ("tl.where(g.to(tl.float32) <= GATE_MIN, 0.0, x)", "x", "gates that are closed have gradients",
+         "tests/test_beside_kernels.py::test_closed_gates_in_bfloat16[rwkv6]"),
         ("if length >= 0:  # always\n            x = tl.dot(a.to(DOT), b.to(DOT),",
          "if length >= 0:  # always\n            x = tl.dot(a.to(DOT), b,", "products of eight warps have operands of two types",
          "tests/test_large_states.py::test_operands_of_products_are_rounded_alike"),

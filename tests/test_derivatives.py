@@ -121,6 +121,13 @@ def of_keys() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return unit_keys((x,), 2, True)[0], [x]
 
 
+def of_raw_gates() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    from flexsp.kernels.raw_gates import activated
+
+    x = [leaf(*size, dtype=torch.float32) for size in ((1, 6, 2, 4), (2,), (2, 4))]
+    return activated(x[0], x[1], x[2], None), x
+
+
 def of_mlstm() -> tuple[torch.Tensor, list[torch.Tensor]]:
     x = [leaf(1, 6, 2, 4, dtype=torch.float32) for _ in range(3)]
     x += [leaf(1, 6, 2, dtype=torch.float32) for _ in range(2)]
@@ -155,6 +162,7 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.scan.relay._FromLeft": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.scan.relay._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.kernels.keys._UnitKeys": lambda sp: of_keys(),
+    "flexsp.kernels.raw_gates._Activated": lambda sp: of_raw_gates(),
     "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),

@@ -255,6 +255,7 @@ def test_heads_first_in_kernels(seed: int) -> None:
         ("v", SymbTensor(["T", h, v], rows=2, row=0), "expected rows or row"),
         ("g", SymbTensor(["T", h], row=2), "expected row from -2 to 1, got 2"),
         ("u", SymbTensor([h, k], rows=2), "expected neither rows nor row without 'T'"),
+        ("u", SymbTensor([h, k], clamped=True), "expected 'T' among the sizes of clamped gates"),
         ("q", SymbTensor([h, k, "T"]), "expected 'T' as the first size, or as the second, behind the heads"),
         ("q", SymbTensor([k, "T", h]), "expected the heads .* as size 0"),
         ("k_before", SymbTensor(["T", h, k], before="k"), "expected rows = 2 of 'k', got None"),

@@ -24,6 +24,7 @@ from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Lowering, TensorSpec, in_order
 from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
 from flexsp.scan.transitions import KINDS
@@ -322,6 +323,7 @@ class LinearAttention:
         tokens, params, batched = self._sorted(inputs)
         first = next(iter(tokens.values()))
         tokens, params = ({name: x.to(call.wide) for name, x in each.items()} for each in (tokens, params))
+        tokens |= {name: clamped(tokens[name]) for name in self.program.meta.clamped}
         description, cu_seqlens = self.program.description(first.dtype, bounds is not None), None
         if bounds is not None:
             description, cu_seqlens = f"{description}, boundaries {bounds}", torch.tensor(bounds, device=first.device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import check_number
-from flexsp.kernels import keys_in_pytorch
+from flexsp.kernels import keys_in_pytorch, raw_gates_in_pytorch
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.delta.tiling import engine_runs
 from flexsp.kernels.engine import asks_for_kernels
@@ -35,7 +35,6 @@ __all__ = ["Call", "Heads", "prepared", "recurrent", "run"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
-_MOST_LOG = {torch.float32: 88.0, torch.float64: 709.0}  # e^x is finite
 
 
 class Heads(NamedTuple):
@@ -117,8 +116,7 @@ def beta_of(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bo
     """beta, or sigmoid(beta), or twice that."""
     if not use_beta_sigmoid_in_kernel:
         return beta
-    found = wide(beta).sigmoid()
-    return 2.0 * found if allow_neg_eigval else found
+    return _activated(beta, beta, None, None, 2.0 if allow_neg_eigval else 1.0)
 
 
 def activated(
@@ -126,17 +124,16 @@ def activated(
 ) -> Tensor:  # fmt: skip
     """The natural-log gates [B, T, HV] or [B, T, HV, K] of raw g."""
     check_gate_arguments(g, like, A_log, dt_bias, lower_bound is not None)
-    heads = g.shape[2:]
-    raw = wide(g, like) if dt_bias is None else g + wide(dt_bias, like).view(heads)  # torch promotes g
-    if A_log is not None:
-        slope = wide(A_log, like).flatten()
-        slope = slope.clamp(max=_MOST_LOG[slope.dtype]).exp()  # an infinite one would make gradients 0 * inf = NaN
-        slope = slope if len(heads) == 1 else slope.unsqueeze(-1)
-        if lower_bound is None:
-            return -slope * F.softplus(raw)
-        raw = slope * raw
-    assert lower_bound is not None
-    return lower_bound * raw.sigmoid()
+    return _activated(g, like, A_log, dt_bias, lower_bound)
+
+
+def _activated(x: Tensor, like: Tensor, A_log: Optional, bias: Optional, factor: float | None) -> Tensor:
+    """In the accumulation dtype of ``like``, whatever x has."""
+    if x.is_cuda and like.dtype != torch.float64 and plain(x, A_log, bias) and not transformed():
+        from flexsp.kernels import raw_gates
+
+        return raw_gates.activated(x, A_log, bias, factor)
+    return raw_gates_in_pytorch.activated(x, A_log, bias, factor, check.accumulation_dtype(like))
 
 
 def prepared(

@@ -14,7 +14,6 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.kernels import gates
-from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import Gates, vector_state
 from flexsp.ops import _validate as check
@@ -152,14 +151,8 @@ def run_matrix(
     factor = factor_of(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
-    blocks = ColumnBlocks.of(V) if asks_for_kernels(x.is_cuda, x.dtype) else ColumnBlocks(V, 1, V)
-    inputs = {
-        name: blocks.values(t) if name == "v" else blocks.repeated(t, 2 if t.dim() > 2 else 0)
-        for name, t in inputs.items()
-    }  # fmt: skip
-    made = Sizes(H * blocks.n, K, blocks.width, factor)
-    o, final = run_program(name, made, inputs, blocks.states(initial), call.cu_seqlens, group)
-    return blocks.outputs(o), final_state(blocks.joined(final), call)
+    o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)
+    return o, final_state(final, call)
 
 
 def run_vector(op: str, x: Tensor, g: Tensor, call: Call, made_of: Gates | None = None) -> tuple[Tensor, Optional]:

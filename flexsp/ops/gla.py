@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
@@ -61,9 +60,7 @@ def chunk_gla(
     sizes = check.check_qkv(q, k, v)
     check.check_gate("g", g, tuple(q.shape), "[B, T, H, K]", q)
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)  # the kernels clamp gates themselves
-    gates = programs.wide(g, q) if in_kernels else programs.clamped(g, q)
-    return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": gates}, scale, call)
+    return programs.run_matrix("gla", sizes, {"q": q, "k": k, "v": v, "g": g}, scale, call)
 
 
 @recurrence_of(chunk_gla, "q k v g gv")

@@ -57,7 +57,7 @@ def chunk_hgrn2(
     """
     sizes = _checked(q, v, g)
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return programs.run_matrix("hgrn2", sizes, {"q": q, "v": v, "g": programs.clamped(g, q)}, scale, call)
+    return programs.run_matrix("hgrn2", sizes, {"q": q, "v": v, "g": g}, scale, call)
 
 
 @recurrence_of(chunk_hgrn2)

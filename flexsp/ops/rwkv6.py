@@ -61,7 +61,7 @@ def chunk_rwkv6(
     """
     sizes = _checked(r, k, v, w, u)
     call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    inputs = {"q": r, "k": k, "v": v, "g": programs.clamped(w, r), "u": u}
+    inputs = {"q": r, "k": k, "v": v, "g": w, "u": u}
     return programs.run_matrix("rwkv6", sizes, inputs, scale, call, first="r")
 
 

@@ -68,7 +68,7 @@ def chunk_rwkv7(
     """
     sizes = _checked(r, w, k, v, a, b)
     call = programs.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    inputs = {"q": r, "k": k, "v": v, "a": a, "b": b, "g": programs.clamped(w, r)}
+    inputs = {"q": r, "k": k, "v": v, "a": a, "b": b, "g": w}
     return programs.run_matrix("rwkv7", sizes, inputs, scale, call, first="r")
 
 

@@ -9,17 +9,17 @@ import triton
 
 from flexsp.scan.dense import MOST
 
-__all__ = ["CHAIN_TILE", "LOCAL_TILE", "MOST_ROWS", "Tiles", "too_large"]
+__all__ = ["CHAIN_TILE", "LOCAL_TILE", "MOST_COLUMNS", "MOST_ROWS", "Tiles", "too_large"]
 
 CHAIN_TILE = 4096  # fp32 numbers of a tile that travels: fixed, since both ends of a hop must agree
 LOCAL_TILE = 1024
-MOST_ROWS, _MOST_COLUMNS = 65536, 512  # of a state; dense transitions have fewer rows
+MOST_ROWS, MOST_COLUMNS = 65536, 512  # of a state; dense transitions have fewer rows
 
 
 def too_large(K: int, V: int, dense: bool) -> str | None:
     """What the scan takes instead of a state of K x V, or None if it takes it."""
     rows = MOST if dense else MOST_ROWS
-    return None if 1 <= K <= rows and 1 <= V <= _MOST_COLUMNS else f"1..{rows} rows and 1..{_MOST_COLUMNS} columns"
+    return None if 1 <= K <= rows and 1 <= V <= MOST_COLUMNS else f"1..{rows} rows and 1..{MOST_COLUMNS} columns"
 
 
 @dataclass(frozen=True)

@@ -18,4 +18,5 @@ def merge(q, k, v, g, chunk_state, scale):
     return (decayed_scores(q, k, b) @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "THK"}, lowerings=[GATED_KEYS])
+inputs = {"q": "THK", "k": "THK", "v": "THV"}
+make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped="g", lowerings=[GATED_KEYS])

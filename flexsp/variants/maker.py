@@ -22,6 +22,7 @@ def maker(
     inputs: Mapping[str, str],
     gates: Mapping[str, str] | None = None,
     *,
+    clamped: Sequence[str] = (),
     state: str = "HKV",
     lowerings: Sequence[Lowering] = (),
 ) -> Callable[..., LinearAttention]:
@@ -30,6 +31,7 @@ def maker(
     Args:
         inputs: name -> axes of a tensor in ``dtype``. "THK" is a tensor [T, H, K], "HK" a parameter [H, K].
         gates: the same of tensors in float32, whatever ``dtype`` is.
+        clamped: those of them that are log gates to be clamped, as in `SymbTensor`.
         state: axes of a state. The variant has a ``scale``, K^-1/2 where the call of ``make`` names none, if this is a
             matrix.
         lowerings: hand-written kernels, as for `LinearAttention`.
@@ -47,7 +49,8 @@ def maker(
         if state == "HKV":
             sizes["V"] = ConstExpr("V", V)
         meta: dict[str, Any] = {name: SymbTensor([sizes[x] for x in axes], dtype) for name, axes in inputs.items()}
-        meta |= {name: SymbTensor([sizes[x] for x in axes]) for name, axes in (gates or {}).items()}
+        for name, axes in (gates or {}).items():
+            meta[name] = SymbTensor([sizes[x] for x in axes], clamped=name in clamped)
         meta["prev_s"] = SymbTensor(["NS", *(sizes[x] for x in state)])
         if state == "HKV":
             meta["scale"] = K**-0.5 if scale is None else scale

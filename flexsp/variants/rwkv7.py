@@ -33,4 +33,5 @@ def merge(q, k, v, b, g, u, w, chunk_state, scale):
     return (pairs + (q * since.exp()) @ chunk_state) * scale
 
 
-make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV", "a": "THK", "b": "THK"}, {"g": "THK"})
+inputs = {"q": "THK", "k": "THK", "v": "THV", "a": "THK", "b": "THK"}
+make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped="g")

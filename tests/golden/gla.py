@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.backend.tile_ops import (
-    HORIZON, below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller,
-    smallest, sum_over,
+    HORIZON, below, clamped, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of,
+    smaller, smallest, sum_over, where_open,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin
@@ -30,14 +30,14 @@ def prepare0(
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-    g_c = load_rows(g_ptr + start * g_st, g_st, length, 0, C, K, BK)
-    cumsum_0 = tl.cumsum(g_c.to(tl.float32), axis=0)
+    g_c = clamped(load_rows(g_ptr + start * g_st, g_st, length, 0, C, K, BK))
+    cumsum_0 = tl.cumsum(g_c, axis=0)
     store_rows(gates_cumsum_ptr + (row * n_chunks + c) * C * K, cumsum_0, K, C, 0, C, K, BK)
     exp_2 = tl.exp(cumsum_0)
     q_c = load_rows(q_ptr + start * q_st, q_st, length, 0, C, K, BK)
     mul_2 = q_c.to(tl.float32) * exp_2
     store_rows(gated_7_ptr + (row * n_chunks + c) * C * K, mul_2, K, C, 0, C, K, BK)
-    sum_1 = sum_over(g_c.to(tl.float32), 0)
+    sum_1 = sum_over(g_c, 0)
     sub_0 = sum_1[None, :] - cumsum_0
     exp_0 = tl.exp(sub_0)
     k_c = load_rows(k_ptr + start * k_st, k_st, length, 0, C, K, BK)
@@ -366,9 +366,9 @@ def output_backward(
 
 @triton.jit(do_not_specialize=["T", "H", "n_chunks"])
 def grads(
-    v_ptr, q_ptr, k_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr, gated_6_ptr,
-    f32_grad1_2_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh, q_sb, q_st,
-    q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks,
+    v_ptr, q_ptr, k_ptr, g_ptr, do_ptr, gates_cumsum_ptr, f32_grad1_0_ptr, f32_grad1_1_ptr, scores0_ptr,
+    gated_6_ptr, f32_grad1_2_ptr, d_q_ptr, d_k_ptr, d_v_ptr, d_g_ptr, entering, leaving, table, v_sb, v_st, v_sh,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_chunks,
     K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, APART: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -383,6 +383,7 @@ def grads(
     v_ptr += b.to(tl.int64) * v_sb + h * v_sh
     q_ptr += b.to(tl.int64) * q_sb + h * q_sh
     k_ptr += b.to(tl.int64) * k_sb + h * k_sh
+    g_ptr += b.to(tl.int64) * g_sb + h * g_sh
     do_ptr += b.to(tl.int64) * do_sb + h * do_sh
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
     if part == 0:
@@ -448,4 +449,4 @@ def grads(
         add_tensor_1 = reverse_cumsum_2 + mul_11[None, :]
         sum_dim_int_list_1 = sum_over(mul_14, 0)
         add_9 = add_tensor_1 + sum_dim_int_list_1[None, :]
-        store_rows(d_g_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, add_9, H * K, length, 0, C, K, BK)
+        store_rows(d_g_ptr + ((b.to(tl.int64) * T + start) * H + h) * K, where_open(load_rows(g_ptr + start * g_st, g_st, length, 0, C, K, BK), add_9), H * K, length, 0, C, K, BK)

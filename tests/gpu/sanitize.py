@@ -85,6 +85,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         x = [torch.randn(2, T, 3, K, dtype=dtype, device="cuda", requires_grad=True) for T in (77, 154)]
         sum(y.sum() for y in unit_keys(x, 2, norm)).backward()  # type: ignore[union-attr]
 
+    def of_raw_gates(dtype: torch.dtype, K: int, factor: float | None) -> None:
+        from flexsp.kernels.raw_gates import activated
+
+        heads = (3, K) if K > 1 else (3,)
+        sizes = (2, 300, *heads), (3,), heads
+        x = [torch.randn(size, dtype=dtype, device="cuda", requires_grad=True) for size in sizes]
+        activated(x[0], x[1], x[2], factor).sum().backward()
+
     for packed, dtype in itertools.product((False, True), dtypes):
         how = f"{str(dtype)[6:]} {'packed' if packed else 'whole'}"
         for op in ("linear_attn", "simple_gla"):
@@ -99,6 +107,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name} {size} {how}", lambda a=(name, dtype, size, size, packed): of_variant(*a)  # type: ignore[misc]
     for dtype, K, norm in itertools.product(dtypes, (20, 128, 256), (True, False)):
         yield f"unit keys {K} {norm} {str(dtype)[6:]}", lambda a=(dtype, K, norm): of_keys(*a)  # type: ignore[misc]
+    for dtype, K, factor in itertools.product(dtypes, (1, 20, 128), (None, -5.0)):
+        yield f"raw gates {K} {factor} {str(dtype)[6:]}", lambda a=(dtype, K, factor): of_raw_gates(*a)  # type: ignore[misc]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ def inputs(name: str, seed: int, T: int, H: int, K: int, V: int) -> Tensors:
     x = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
     x["k"] = F.normalize(x["k"], dim=-1)
     gates, strong = F.logsigmoid(x.pop("g")), x.pop("h").sigmoid()
-    if name in ("gla", "kda"):
+    if name in ("gla", "hgrn2", "kda"):
         x["g"] = gates
     if name in ("simple_gla", "gated"):
         x["g"] = gates[..., 0]
@@ -34,13 +34,16 @@ def inputs(name: str, seed: int, T: int, H: int, K: int, V: int) -> Tensors:
         }  # fmt: skip
     if name == "rwkv6":
         x["r"], x["w"], x["u"] = x.pop("q"), gates, x["initial_state"][0, :, :, 0].clone()
-    return x
+    if name == "rwkv7":
+        x["r"], x["w"], x["a"], x["b"] = x.pop("q"), gates, -x["k"], x["k"] * strong.unsqueeze(-1)
+    return {key: y for key, y in x.items() if name != "hgrn2" or key != "k"}
 
 
 OPS: dict[str, Any] = {
     "simple_gla": ops.chunk_simple_gla, "mamba2": lambda **x: ops.mamba2_ssd(**x, state_v_first=False),
     "gla": ops.chunk_gla, "delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
-    "rwkv6": ops.chunk_rwkv6, "linear": lambda **x: ops.chunk_linear_attn(**x, normalize=False),
+    "hgrn2": ops.chunk_hgrn2, "rwkv6": ops.chunk_rwkv6, "rwkv7": ops.chunk_rwkv7,
+    "linear": lambda **x: ops.chunk_linear_attn(**x, normalize=False),
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Layout:
 
     A vector is one row, "1"; `state` are its own sizes. Its walks have some of its numbers a program, as they have some
     columns of a matrix, and the scan over segments sees one column, since it takes a decay a row. `parts` are those of
-    the state besides the first.
+    the state besides the first, `clamped` the tokens that are log gates to be clamped.
     """
 
     rows: str
@@ -40,6 +40,7 @@ class Layout:
     params: dict[str, tuple[str, ...]]
     kept: dict[str, ChunkTensor]
     parts: tuple[Part, ...] = ()
+    clamped: frozenset[str] = frozenset()
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -164,16 +165,22 @@ def _loader(node: Any, body: Body, emitter: Emitter, state: str | None) -> Calla
             return _load_kept(body.layout.kept[name], body, emitter)
         if name in body.layout.params:
             return _load_param(name, sizes, body, emitter)
-        if name not in body.tokens:
-            body.tokens.append(name)
-        if len(sizes) == 1:
-            text = f"tl.load({name}_ptr + (start + rows) * {name}_st, mask=rows < length, other=0.0).to(tl.float32)"
-            return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0})))
-        n = sizes[1]
-        text = f"load_rows({name}_ptr + start * {name}_st, {name}_st, length, {first_of(n, body)}, C, {n}, {block(n)})"
-        return emitter.let(f"{name}_c", Value(text, sizes, frozenset({0, 1}), raw=True))
+        text, clamped = _rows_of_tokens(name, sizes, body), name in body.layout.clamped
+        text = f"clamped({text})" if clamped else text
+        raw = len(sizes) == 2 and not clamped
+        return emitter.let(f"{name}_c", Value(text, sizes, frozenset(range(len(sizes))), raw=raw))
 
     return load
+
+
+def _rows_of_tokens(name: str, sizes: tuple[str, ...], body: Body) -> str:
+    """A chunk's rows of an input [B, T, H, ...]: numbers in fp32, vectors in the input's dtype."""
+    if name not in body.tokens:
+        body.tokens.append(name)
+    if len(sizes) == 1:
+        return f"tl.load({name}_ptr + (start + rows) * {name}_st, mask=rows < length, other=0.0).to(tl.float32)"
+    n = sizes[1]
+    return f"load_rows({name}_ptr + start * {name}_st, {name}_st, length, {first_of(n, body)}, C, {n}, {block(n)})"
 
 
 def _load_state(name: str, sizes: tuple[str, ...], body: Body, emitter: Emitter, state: str | None) -> Value:
@@ -278,7 +285,10 @@ def laid_out(emitter: Emitter, x: Value, sizes: tuple[str, ...]) -> str:
 
 
 def store_tokens(emitter: Emitter, at: str, x: Value, sizes: tuple[str, ...], body: Body) -> str:
-    """Stores the chunk's rows of a contiguous tensor [B, T, H, ...]."""
+    """Stores the chunk's rows of a contiguous tensor [B, T, H, ...]. The gradient of a gate that is clamped is 0."""
+    source = at.removeprefix("d_")
+    if at != source and source in body.layout.clamped:
+        x = Value(f"where_open({_rows_of_tokens(source, sizes, body)}, {laid_out(emitter, x, sizes)})", sizes)
     text = x.code if x.is_transposed else laid_out(emitter, x, sizes)
     if len(sizes) == 1:
         return f"tl.store({at}_ptr + ((b.to(tl.int64) * T + start + rows) * H + h), {text}, mask=rows < length)"

@@ -52,8 +52,8 @@ import triton
 import triton.language as tl
 
 from flexsp.compiler.backend.tile_ops import (
-    HORIZON, below, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of, smaller,
-    smallest, sum_over,
+    HORIZON, below, clamped, col_of, eye, keep_cols, keep_rows, larger, largest, only_col, only_row, product, row_of,
+    smaller, smallest, sum_over, where_open,
 )
 from flexsp.kernels.primitives import chunk_info, load_rows, load_state, mm, store_columns, store_rows, store_state
 from flexsp.runtime.launch import begin
@@ -79,7 +79,7 @@ def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int]) -> bool:
     blocks = {name: padded(sizes[name]) for name in layout.sizes}
     state = [blocks.pop(name) for name in layout.state]
     most = max([*blocks.values(), *(state[:1] if dense else [])], default=0)
-    return len(state) == 2 and (most > WHOLE or math.prod(state) > WHOLE * MOST)
+    return len(state) == 2 and (most > WHOLE or state[1] > MOST or math.prod(state) > WHOLE * MOST)
 
 
 def generated(program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> Generated:
@@ -113,7 +113,7 @@ def _likeness(program: Program) -> Any:
         nodes = [(x.name, x.op, x.target, repr((x.args, x.kwargs))) for x in traced.graph.nodes]
         graphs.append((traced.name, traced.arguments, traced.cached, tuple(nodes)))
     meta = program.meta
-    inputs = [(name, _sizes(x.shape), x.dtype) for name, x in (*meta.tokens.items(), *meta.params.items())]
+    inputs = [(name, _sizes(x.shape), x.dtype, x.clamped) for name, x in (*meta.tokens.items(), *meta.params.items())]
     return (
         tuple(graphs), tuple(inputs), tuple(meta.numbers.items()), _sizes(meta.state.shape), program.transition,
         _sizes(program.value_sizes), program.parts, program.lowerings,
@@ -168,7 +168,8 @@ class _Derivation:
         places((rows, cols) if rows != "1" else (cols,), parts)  # raises for one that no kernel holds
         sizes = {s for x in (*found.values(), *(x.dims for x in kept.values())) for s in x if s != "C"}
         self._refuse_names(rows, cols, found["do"], sizes)
-        return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts)
+        clamped = self.program.meta.clamped
+        return Layout(rows, cols, tuple(sorted(sizes)), tokens, params, kept, parts, clamped)
 
     def _refuse_inputs(self, tokens: dict[str, tuple[str, ...]], params: dict[str, tuple[str, ...]]) -> None:
         """NotEmittable for inputs of more axes than kernels read, and for values of a chunk that they do not keep."""

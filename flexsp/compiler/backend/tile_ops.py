@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.primitives import mm
+from flexsp.kernels.primitives import GATE_MIN, mm
 
 HORIZON = tl.constexpr(-104.0)
 """Logarithm of a decay that float32 cannot hold."""
@@ -56,6 +56,18 @@ def keep_rows(x, n, other: tl.constexpr = 0.0):
 def keep_cols(x, n, other: tl.constexpr = 0.0):
     """x [R, S] where column < n, else `other`."""
     return tl.where(tl.arange(0, x.shape[1])[None, :] < n, x, other)
+
+
+@triton.jit
+def clamped(g):
+    """Log gates in fp32, those whose decay is 0 as the lowest one (`flexsp.kernels.gates`)."""
+    return tl.maximum(g.to(tl.float32), GATE_MIN, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def where_open(g, x):
+    """x, the gradient of what `clamped` gives: 0 where that is the lowest."""
+    return tl.where(g.to(tl.float32) <= GATE_MIN, 0.0, x)
 
 
 @triton.jit

@@ -53,6 +53,8 @@ class SymbTensor:
         after the other. A chunk of C rows may end inside a token. The output of a token is that of its last row.
     row: for an input without rows beside inputs with rows: the row, from 0 or backwards from -1, at which a token has
         this value; its other rows have zeros. None gives all rows of a token the value.
+    clamped: these are log gates <= 0. The functions get those whose decay is 0 as the lowest one that lets sums keep
+        their digits (`flexsp.kernels.gates`), and they have no gradient. Kernels clamp them as they read them.
     """
 
     shape: Sequence[Size]
@@ -60,6 +62,7 @@ class SymbTensor:
     before: str | None = None
     rows: int | None = None
     row: int | None = None
+    clamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ class InputMeta:
                     f"input_meta[{name!r}]: expected 'T' as the first size, or as the second, behind the heads, got "
                     f"{what.shape!r}"
                 )
+            elif what.clamped:
+                raise ValueError(f"input_meta[{name!r}]: expected 'T' among the sizes of clamped gates")
             else:
                 params[name] = what
         state = given.get(STATE)
@@ -161,6 +166,11 @@ class InputMeta:
         _check_sizes(STATE, state.shape[2:], heads)
         earlier = {name: what.before for name, what in tokens.items() if what.before is not None}
         return cls(tokens, params, numbers, state, earlier, tuple(heads_first), _rows_of(tokens, params))
+
+    @property
+    def clamped(self) -> frozenset[str]:
+        """Log gates that are clamped."""
+        return frozenset(name for name, what in self.tokens.items() if what.clamped)
 
     def dims(self, name: str) -> int:
         """Dimensions of an input of tokens in a call without a batch."""

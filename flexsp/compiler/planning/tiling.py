@@ -28,7 +28,7 @@ from flexsp.kernels.launch_spec import Launch
 from flexsp.runtime.kept import keep_with
 from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
-from flexsp.scan.tiles import MOST_ROWS, too_large
+from flexsp.scan.tiles import MOST_COLUMNS, MOST_ROWS, too_large
 
 __all__ = ["candidates", "choose_tiling", "not_generated", "refusal"]
 
@@ -185,7 +185,7 @@ class _Cut:
         """Columns of the state for a program of a walk: as many as fit, but fewer for dense transitions and in fp32."""
         width = whole = padded(dict(self.sizes)[self.cols])
         rows = self.tiles * padded(dict(self.sizes).get(self.rows, 1))
-        while self.split and rows * width > _TILE:
+        while self.split and (rows * width > _TILE or width > MOST):
             width //= 2
         if self.dense and self.split:
             while width > NARROWEST and self.heads * (whole // width) < self.device.programs:
@@ -250,7 +250,8 @@ def _best(
 def _refuse_large(cut: _Cut, code: Generated) -> None:
     """NotEmittable if a kernel would hold too large a tile, or the scan too large a state."""
     for name, n in cut.sizes:
-        most = MOST_ROWS if code.panels and name == cut.cols else MOST
+        of_columns = MOST_ROWS if code.panels else MOST_COLUMNS if code.split else MOST
+        most = of_columns if name == cut.cols else MOST
         if n > most:
             raise NotEmittable(f"{name} = {n}: kernels are generated for sizes up to {most}")
     plan = next(cut.plans(CHUNKS[0]))

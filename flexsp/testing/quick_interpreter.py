@@ -58,6 +58,7 @@ def quicken_interpreter() -> None:
 def _patch_once_a_launch(interpreter: Any) -> None:
     """A device function that a kernel calls has the language replaced for every call of it: here once a launch."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    interpreter._patch_builtin = _members_known(interpreter)
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[frozenset[int]] = set()
 
@@ -76,6 +77,20 @@ def _patch_once_a_launch(interpreter: Any) -> None:
         return launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+def _members_known(interpreter: Any) -> Any:
+    """What is replaced of the language, and with which members, is looked for once."""
+
+    @functools.cache
+    def builtins_of(pkg: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
+
+    def patch_known(pkg: Any, builder: Any, *scope: Any) -> None:
+        for name, member in builtins_of(pkg):
+            interpreter._patch_attr(pkg, name, member, builder, *scope)
+
+    return patch_known
 
 
 def _rewrite_from_files(rewriter: Any) -> None:

@@ -223,9 +223,9 @@ def leaked_between_ranks(sp: Any, decays: bool, cuts: list[tuple[tuple[int, ...]
         here, bounds = slice(start, start + lengths[sp.rank]), torch.tensor([0, first, T])
         sp.set_lengths(list(lengths))
 
-        def passes(name: str = "", at: int = 0, x=x, here=here, bounds=bounds) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
+        def passes(names: str = "", at: int = 0, x=x, here=here, bounds=bounds) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
             given = {key: y.clone() for key, y in x.items()}
-            if name:
+            for name in names.split():
                 given[name][0, at] = torch.nan
             do = given.pop("do")[:, here]
             leaves = {key: y[:, here].clone().requires_grad_() for key, y in given.items()}
@@ -237,10 +237,10 @@ def leaked_between_ranks(sp: Any, decays: bool, cuts: list[tuple[tuple[int, ...]
 
         want = passes()
         at = torch.arange(here.start, here.stop)
-        for name, place in (("v", 10), ("k", 10), ("do", T - 10), ("k", T - 10)):
-            got, other = passes(name, place), at >= first if place < first else at < first
+        for names, place in (("k v", 10), ("k do", T - 10)):
+            got, other = passes(names, place), at >= first if place < first else at < first
             wrong += [
-                f"{key} of {lengths} on rank {sp.rank}, NaN in {name} of token {place}" for key, y in got.items()
+                f"{key} of {lengths} on rank {sp.rank}, NaN in {names} of token {place}" for key, y in got.items()
                 if not torch.equal(y[:, other], want[key][:, other])
             ]  # fmt: skip
     return wrong

@@ -351,6 +351,47 @@ def test_the_quick_interpreter_computes_and_refuses_the_same(tmp_path: Path) -> 
     run_python(str(script), TRITON_INTERPRET="1")
 
 
+REWRITTEN = """
+import traceback
+import torch, triton, triton.language as tl
+from flexsp.testing.quick_interpreter import quicken_interpreter
+
+quicken_interpreter()
+
+@triton.jit(
+    do_not_specialize=["n"],
+)
+def kernel(out, n):
+    k = 3
+    for _ in range(n):
+        k += 1
+    tl.store(out, k.to(tl.int64) * 2)  # a number that was assigned is a tensor
+
+@triton.jit
+def wrong(out):
+    k = 3
+
+    tl.store(out, no_such_name + k)
+
+out = torch.zeros(1, dtype=torch.int64)
+kernel[(1,)](out, 2)
+assert out.item() == 10, out
+try:
+    wrong[(1,)](out)
+except Exception as error:
+    told = [x for x in traceback.extract_tb(error.__cause__.__traceback__) if x.filename == __file__][-1]
+    assert "no_such_name" in told.line, told
+else:
+    raise AssertionError("an unknown name passed")
+"""
+
+
+def test_the_quick_interpreter_rewrites_kernels_as_the_plain_one(tmp_path: Path) -> None:
+    script = tmp_path / "rewritten.py"
+    script.write_text(REWRITTEN)
+    run_python(str(script), TRITON_INTERPRET="1")
+
+
 ARITHMETIC = """
 import warnings
 import numpy as np, triton, triton.language as tl

@@ -102,7 +102,7 @@ def _rewrite_from_files(rewriter: Any) -> None:
     def functions_of(text: str) -> dict[tuple[int, str], ast.FunctionDef]:
         """By the line of the first decorator, or of `def`, and by name."""
         found = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef)]
-        return {(min(y.lineno for y in (x, *x.decorator_list)), x.name): x for x in found}
+        return {(min([x.lineno, *(y.lineno for y in x.decorator_list)]), x.name): x for x in found}
 
     def rewrite(self: Any) -> Any:
         code = self.fn.__code__

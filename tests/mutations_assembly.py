@@ -19,6 +19,7 @@ ASSEMBLY = [
         ("        self.copying[at] = True\n", "", "copies under way are not seen", _RACES),
         ("and last >= x.at.min() and", "and last < x.at.min() and", "no store meets a product", _RACES),
         ("    at ^= (at >> 7 &", "    at ^= 0 * (at >> 7 &", "pieces of a line are not mixed", _RACES),
+        ("getattr(other, name)[: self.top] = x[: self.top]", "pass", "the other way of a branch forgets", _RACES),
         ("leading, stride = stride, leading", "pass", "lines of one piece are as wide ones", _RACES),
     ),
     *_in(

@@ -405,7 +405,7 @@ def inference_calls(sp: SequenceParallel) -> dict[str, tuple[Callable[..., torch
     """Functions of one tensor, and that tensor."""
     made = FlexLinearAttention(decay.gated(), features.rope(), custom_mask=lambda q_idx, k_idx: q_idx >= k_idx)
     packed = torch.tensor([0, 2, 12])
-    simple, delta, chain = variant("simple_gla"), variant("deltanet"), saturating()
+    delta, chain = variant("deltanet"), saturating()
     layers = nn.SimpleGLA(8, 2), nn.Mamba2(8, head_dim=4, state_size=4)
     heads, hidden = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 8)
 
@@ -416,7 +416,6 @@ def inference_calls(sp: SequenceParallel) -> dict[str, tuple[Callable[..., torch
     return {
         "op": (lambda x: ops.chunk_simple_gla(x, x, x, -x[..., 0].abs(), sp=sp)[0], heads),
         "packed": (lambda x: ops.chunk_linear_attn(x.abs(), x.abs(), x, cu_seqlens=packed, sp=sp)[0], heads),
-        "simple_gla": (lambda x: simple(q=x, k=x, v=x[..., :3], g=-x[..., 0].abs(), sp=sp)[0], heads),
         "deltanet": (lambda x: delta(q=x, k=x, v=x[..., :3], b=x[..., 0].sigmoid(), sp=sp)[0], heads),
         "in PyTorch": (lambda x: chain(q=x, k=x, v=x[..., :3], sp=sp)[0], heads),
         "flex": (lambda x: made(x, x, x, decay=-x[..., 0].abs(), sp=sp)[0], heads),

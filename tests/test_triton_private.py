@@ -351,6 +351,47 @@ def test_the_quick_interpreter_computes_and_refuses_the_same(tmp_path: Path) -> 
     run_python(str(script), TRITON_INTERPRET="1")
 
 
+REWRITTEN = """
+import traceback
+import torch, triton, triton.language as tl
+from flexsp.testing.quick_interpreter import quicken_interpreter
+
+quicken_interpreter()
+
+@triton.jit(
+    do_not_specialize=["n"],
+)
+def kernel(out, n):
+    k = 3
+    for _ in range(n):
+        k += 1
+    tl.store(out, k.to(tl.int64) * 2)  # a number that was assigned is a tensor
+
+@triton.jit
+def wrong(out):
+    k = 3
+
+    tl.store(out, no_such_name + k)
+
+out = torch.zeros(1, dtype=torch.int64)
+kernel[(1,)](out, 2)
+assert out.item() == 10, out
+try:
+    wrong[(1,)](out)
+except Exception as error:
+    told = [x for x in traceback.extract_tb(error.__cause__.__traceback__) if x.filename == __file__][-1]
+    assert "no_such_name" in told.line, told
+else:
+    raise AssertionError("an unknown name passed")
+"""
+
+
+def test_the_quick_interpreter_rewrites_kernels_as_the_plain_one(tmp_path: Path) -> None:
+    script = tmp_path / "rewritten.py"
+    script.write_text(REWRITTEN)
+    run_python(str(script), TRITON_INTERPRET="1")
+
+
 ARITHMETIC = """
 import warnings
 import numpy as np, triton, triton.language as tl
@@ -383,7 +424,7 @@ def outcome(call, *operands):
 def compare_all():
     tensors, quick = [operand(*kind, shape) for kind in KINDS for shape in SHAPES if shape != (2, 1)], 0
     tensors += [operand(tl.float32, "f4", (2, 1)), operand(tl.int32, "i4", (2, 1))]
-    for name, method in [x for x in vars(semantic.TritonSemantic).items() if hasattr(x[1], "slow")]:
+    for name, method in [x for x in vars(semantic.TritonSemantic).items() if hasattr(x[1], "slow") and x[0] != "cast"]:
         rest = (True,) if name in ("add", "sub", "mul") else ()
         for x in tensors:
             for y in [*tensors, *NUMBERS] if rest or name == "truediv" else tensors:
@@ -392,12 +433,17 @@ def compare_all():
                     assert got == want, (name, *[getattr(z, "type", z) for z in pair], got, want)
                     quick += len(got) > 2
     assert quick > 5000, quick
+    cast = semantic.TritonSemantic.cast
+    for x in tensors:
+        for to, _ in [*KINDS, (tl.block_type(tl.float64, [4]), "f8")]:
+            got, want = outcome(cast, x, to), outcome(cast.slow, x, to)
+            assert got == want, ("cast", x.type, to, got, want)
 
 @triton.jit
 def kernel(N: tl.constexpr):
     compare_all()
 
-assert sum(hasattr(x, "slow") for x in vars(semantic.TritonSemantic).values()) == 13
+assert sum(hasattr(x, "slow") for x in vars(semantic.TritonSemantic).values()) == 14
 kernel[(1,)](N=1)
 for _ in range(2):
     try:

@@ -32,8 +32,9 @@ def clock_device():
 
 @triton.jit
 def clock_host():
-    """Nanoseconds under the interpreter. It sleeps, since the process that this one waits for may want the core."""
-    time.sleep(0.0002)
+    """Nanoseconds under the interpreter. It sleeps, since the process that this one waits for may want the core, and
+    takes much longer than that for a kernel."""
+    time.sleep(0.005)
     return time.monotonic_ns()
 
 

@@ -94,10 +94,8 @@ class CustomTransition:
 
     def rows_and_columns(self, K: int, V: int) -> tuple[int, int]:
         """Sizes of the matrix that holds all of a head's state."""
-        sizes = {name: _numbers(shape, K, V) for name, shape in self.extra.items()}
-        rows = sum(n[0] if len(n) == 2 else 1 for name, n in sizes.items() if _is_rows(self.extra[name]))
-        columns = sum(n[1] if len(n) == 2 else 1 for name, n in sizes.items() if not _is_rows(self.extra[name]))
-        return K + rows, V + columns
+        _, rows, columns = _laid_out(self.extra)
+        return rows.number({"K": K, "V": V}), columns.number({"K": K, "V": V})
 
     def shapes(self, q: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes of a call's inputs, as numbers and as text."""
@@ -111,7 +109,7 @@ class CustomTransition:
     def without_kernels(self) -> str | None:
         """Why no kernel holds the state, None where one does."""
         try:
-            places(("K", "V"), _parts(self.extra))
+            places(("K", "V"), _laid_out(self.extra)[0])
         except NotEmittable as error:
             return str(error)
         return None
@@ -155,7 +153,8 @@ class CustomTransition:
         in_names = meta(named, list(named.values()))
         if self.extra:
             numbers = meta({"K": K, "V": V}, self.rows_and_columns(K, V))
-            made: LinearAttention = _Parted(numbers, phases, in_names, _parts(self.extra), fallback, self.chunk_size)
+            parts, _, _ = _laid_out(self.extra)
+            made: LinearAttention = _Parted(numbers, phases, in_names, parts, fallback, self.chunk_size)
         else:
             made = LinearAttention(
                 in_names, phases[0], phases[1], phases[2], fallback=fallback, chunk_size=self.chunk_size
@@ -176,18 +175,15 @@ def _numbers(shape: Shape, K: int, V: int) -> tuple[int, ...]:
     return tuple(named[n] if isinstance(n, str) else n for n in shape)
 
 
-def _parts(extra: Mapping[str, Shape]) -> tuple[Part, ...]:
-    """Extra state as kernels know it."""
+def _laid_out(extra: Mapping[str, Shape]) -> tuple[tuple[Part, ...], Extent, Extent]:
+    """Extra state as kernels know it, and the rows and columns of the matrix that holds all."""
     found, rows, columns = [], ["K"], ["V"]
     for name, shape in extra.items():
+        along = rows if _is_rows(shape) else columns
         sizes = tuple(map(str, shape))
-        if _is_rows(shape):
-            found.append(Part(name, sizes, Extent(tuple(rows))))
-            rows.append(sizes[0] if len(sizes) == 2 else "1")
-        else:
-            found.append(Part(name, sizes, Extent(tuple(columns))))
-            columns.append(sizes[1] if len(sizes) == 2 else "1")
-    return tuple(found)
+        found.append(Part(name, sizes, Extent(tuple(along))))
+        along.append(sizes[0 if _is_rows(shape) else 1] if len(sizes) == 2 else "1")
+    return tuple(found), Extent(tuple(rows)), Extent(tuple(columns))
 
 
 class _Layout:
@@ -196,17 +192,14 @@ class _Layout:
     def __init__(self, extra: dict[str, Shape], K: int, V: int) -> None:
         self.K, self.V = K, V
         self.places: dict[str, tuple[Any, ...]] = {}
-        at_row, at_column = K, V
-        for name, shape in extra.items():
+        for part in _laid_out(extra)[0]:
+            shape, first = extra[part.name], part.first.number({"K": K, "V": V})
             n = _numbers(shape, K, V)
             if _is_rows(shape):
-                end = at_row + (n[0] if len(n) == 2 else 1)
-                self.places[name] = (slice(at_row, end) if len(n) == 2 else at_row, slice(0, V) if n else 0)
-                at_row = end
+                at = slice(first, first + n[0]) if len(n) == 2 else first
+                self.places[part.name] = (at, slice(0, V) if n else 0)
             else:
-                end = at_column + (n[1] if len(n) == 2 else 1)
-                self.places[name] = (slice(0, K), slice(at_column, end) if len(n) == 2 else at_column)
-                at_column = end
+                self.places[part.name] = (slice(0, K), slice(first, first + n[1]) if len(n) == 2 else first)
 
     @property
     def names(self) -> tuple[str, ...]:

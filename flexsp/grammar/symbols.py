@@ -114,10 +114,7 @@ def _method(name: str, swap: bool = False) -> Callable[..., Any]:
     return (lambda a, b: _call(name, b, a)) if swap else (lambda a, *b: _call(name, a, *b))
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    setattr(Value, f"__{_name}__", _method(_name))
-    setattr(Value, f"__r{_name}__", _method(_name, swap=True))
-for _name in ("floordiv", "mod", "xor", "lshift", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "xor", "lshift", "rshift"):
     setattr(Value, f"__{_name}__", _method(_name))
     setattr(Value, f"__r{_name}__", _method(_name, swap=True))
 for _name in ("neg", "abs", "and", "or", "invert", *_ORDERS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,18 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + ((last + 1) * x.element_size() if x.numel() else 0)
 
 
+class _Access(NamedTuple):
+    """Addresses of what is not masked, the first and the last of them, and the mask."""
+
+    at: Any
+    first: Any
+    last: Any
+    mask: Any
+
+
 class _Running:
     """The kernel that runs: its name, from where to where its tensors reach, and what its program has done to each of
-    them since its last barrier: loads and stores, as addresses and masks."""
+    them since its last barrier: loads and stores."""
 
     def launched(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         self.name = name
@@ -32,30 +41,38 @@ class _Running:
         self.begins, self.ends = extents[:, 0], np.maximum.accumulate(extents[:, 1])
 
     def ordered(self) -> None:
-        self.done: dict[int, tuple[list[Any], list[Any]]] = {}
+        self.done: dict[int, tuple[list[_Access], list[_Access]]] = {}
 
     def touched(self, what: str, addresses: Any, nbytes: int, mask: Any, there_already: Any) -> None:
         if self.name in _BY_ADDRESS or not addresses.size:
             return
-        at = addresses.astype(np.uint64)
+        at = addresses.astype(np.uint64, copy=False)
+        first, last = at.min(), at.max()
+        i = int(np.searchsorted(self.begins, first, side="right"))
+        if i == 0 or last + np.uint64(nbytes) > self.ends[i - 1]:  # not all in one tensor
+            i = self._within(what, at, nbytes)
+        self._alone(what, i, _Access(at, first, last, mask), there_already)
+
+    def _within(self, what: str, at: Any, nbytes: int) -> int:
+        """The number of the tensor that has the first element; AssertionError where one lies in none."""
         i = np.searchsorted(self.begins, at, side="right")
         outside = (i == 0) | (at + np.uint64(nbytes) > self.ends[np.maximum(i, 1) - 1])
         if outside.any():
             raise AssertionError(f"{self.name}: {outside.sum()} of {at.size} elements of a {what} lie outside tensors")
-        self._alone(what, int(i.flat[0]), at, mask, there_already)
+        return int(i.flat[0])
 
-    def _alone(self, what: str, tensor: int, at: Any, mask: Any, there_already: Any) -> None:
+    def _alone(self, what: str, tensor: int, it: _Access, there_already: Any) -> None:
         """AssertionError where other threads may have done something else to the same memory."""
         loads, stores = self.done.setdefault(tensor, ([], []))
-        (loads if what == "load" else stores).append((at, mask))
+        (loads if what == "load" else stores).append(it)
         if not stores:
             return
-        first, last = at.min(), at.max()
         others = [("store", x) for x in stores] + ([("load", x) for x in loads] if what == "store" else [])
-        for kind, (places, there) in others:
-            if places is at or places.min() > last or places.max() < first or not np.isin(at, places).any():
+        for kind, other in others:
+            apart = other.first > it.last or other.last < it.first
+            if other is it or apart or not np.isin(it.at, other.at).any():
                 continue
-            if kind == what and np.array_equal(there, mask) and np.array_equal(places, at):
+            if kind == what and np.array_equal(other.mask, it.mask) and np.array_equal(other.at, it.at):
                 continue  # threads store once more over their own numbers
             if kind == "store" or not there_already():
                 said = f"a {what} behind a {kind} of the same memory, with no barrier between them"

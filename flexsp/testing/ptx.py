@@ -25,6 +25,7 @@ _COMPARE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@functools.cache
 def bits_of(kind: str) -> int:
     """Of a type's name such as "b32"; a predicate's is 1."""
     return 1 if kind == "pred" else int(re.sub(r"\D", "", kind) or 32)
@@ -49,6 +50,12 @@ class Instruction:
     @functools.cached_property
     def shared(self) -> bool:
         return any(x.startswith("shared") for x in self.parts)
+
+    @functools.cached_property
+    def known(self) -> bool:
+        """Whether what it computes may be known; floating-point numbers are moved and selected at most."""
+        base = self.parts[0]
+        return base in _OPERATIONS and (self.parts[-1] not in _FLOATS or base in ("mov", "selp"))
 
     @functools.cached_property
     def results(self) -> list[str]:
@@ -144,21 +151,23 @@ class Integers:
         guard = self.value(it.guard or "")
         return None if guard is None else (guard != 0) ^ it.negated
 
-    def forget(self, operand: str) -> None:
-        """Registers that get what is not known."""
-        for name in re.findall(r"%\w+", operand):
+    def forget(self, it: Instruction) -> None:
+        """Its registers get what is not known."""
+        for name in it.results:
             self.registers[name] = None
 
     def run(self, it: Instruction) -> None:
         """An instruction that touches no memory."""
         if not it.operands:
             return
+        if not it.known and it.guard is None:
+            return self.forget(it)
         to, result, names = it.operands[0], self._result(it), it.results
         if it.parts[0] == "mov" and len(names) == 2 and result is not None and it.guard is None:
             self.registers[names[0]], self.registers[names[1]] = result & 0xFFFFFFFF, result >> 32 & 0xFFFFFFFF
             return
         if len(names) != 1 or to.startswith("{"):
-            return self.forget(to)
+            return self.forget(it)
         if it.guard is not None:
             result = self._guarded(it, result, self.registers.get(to))
         self.registers[to] = result
@@ -173,7 +182,7 @@ class Integers:
 
     def _result(self, it: Instruction) -> Number:
         base, kind = it.parts[0], it.parts[-1]
-        if base not in _OPERATIONS or (kind in _FLOATS and base not in ("mov", "selp")):
+        if not it.known:
             return None
         if base == "shfl" and not ("idx" in it.parts and _LITERAL.match(it.operands[2])):
             return None

@@ -44,6 +44,7 @@ def quicken_arithmetic(meaning: Any, handle: Any) -> None:
     for name, how in quick.items():
         setattr(meaning, name, _quick(getattr(meaning, name), handle, *how))
     meaning.add = _with_pointers(meaning.add, handle)
+    meaning.cast = _cast(meaning.cast, handle)
 
 
 def _alike(*types: Any) -> _Pairs:
@@ -149,6 +150,23 @@ def _with_pointers(add: _Method, handle: Any) -> _Method:
         return tensor(handle(data, x.dtype), made)
 
     quick.slow = add.slow  # type: ignore[attr-defined]
+    return quick
+
+
+def _cast(cast: _Method, handle: Any) -> _Method:
+    """`cast`, of tensors to the type they have, and between numbers of 32 and of 64 bits."""
+    tensor, types, numbers = core.tensor, _BlockTypes(), _INTEGERS | _WIDE
+
+    def quick(self: Any, x: Any, to: Any, fp_downcast_rounding: Any = None) -> Any:
+        of = x.dtype
+        if of is to:
+            return x
+        if id(of) not in numbers or id(to) not in numbers or fp_downcast_rounding is not None:
+            return cast(self, x, to, fp_downcast_rounding)
+        data = x.handle.data.astype(numbers[id(to)])
+        return tensor(handle(data, to), types.of(id(to), to, data.shape) if _is_block(x) else to)
+
+    quick.slow = cast  # type: ignore[attr-defined]
     return quick
 
 

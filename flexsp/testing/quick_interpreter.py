@@ -7,8 +7,10 @@ shape of its tensors.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import linecache
 from typing import Any
 
 import triton.language as tl
@@ -34,6 +36,7 @@ def quicken_interpreter() -> None:
         return
     interpreter = triton_hooks.interpreter()
     _patch_once_a_launch(interpreter)
+    _rewrite_from_files(interpreter.FunctionRewriter)
     interpreter._patch_attr = _attribute(interpreter._patch_attr, interpreter.TritonSemantic, interpreter.TensorHandle)
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter._get_np_dtype = _by_text(interpreter._get_np_dtype)
@@ -55,6 +58,7 @@ def quicken_interpreter() -> None:
 def _patch_once_a_launch(interpreter: Any) -> None:
     """A device function that a kernel calls has the language replaced for every call of it: here once a launch."""
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    interpreter._patch_builtin = _members_known(interpreter)
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[frozenset[int]] = set()
 
@@ -73,6 +77,46 @@ def _patch_once_a_launch(interpreter: Any) -> None:
         return launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
+def _members_known(interpreter: Any) -> Any:
+    """What is replaced of the language, and with which members, is looked for once."""
+
+    @functools.cache
+    def builtins_of(pkg: Any) -> list[tuple[str, Any]]:
+        return [(name, member) for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
+
+    def patch_known(pkg: Any, builder: Any, *scope: Any) -> None:
+        for name, member in builtins_of(pkg):
+            interpreter._patch_attr(pkg, name, member, builder, *scope)
+
+    return patch_known
+
+
+def _rewrite_from_files(rewriter: Any) -> None:
+    """The source of every function is looked for and parsed several times, and all its lines are counted anew: here a
+    file is parsed once, which numbers the lines."""
+    slowly = rewriter.rewrite_ast
+
+    @functools.lru_cache(maxsize=64)
+    def functions_of(text: str) -> dict[tuple[int, str], ast.FunctionDef]:
+        """By the line of the first decorator, or of `def`, and by name."""
+        found = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef)]
+        return {(min([x.lineno, *(y.lineno for y in x.decorator_list)]), x.name): x for x in found}
+
+    def rewrite(self: Any) -> Any:
+        code = self.fn.__code__
+        linecache.checkcache(code.co_filename)
+        known = functions_of("".join(linecache.getlines(code.co_filename)))
+        found = known.pop((code.co_firstlineno, self.fn.__name__), None)  # the rewriter changes it
+        if found is None:
+            return slowly(self)
+        found.decorator_list = []
+        self.filename = code.co_filename
+        changed = ast.fix_missing_locations(self.ast_transformer.visit(ast.Module([found], [])))
+        return self._compile_and_exec(changed)
+
+    rewriter.rewrite_ast = rewrite
 
 
 def _attribute(patch: Any, meaning_of: Any, handle: Any) -> Any:

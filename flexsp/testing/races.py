@@ -33,7 +33,10 @@ _TRIPS, _PATHS = 3, 64
 _ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 _SWIZZLE = (16, 128, 64, 32)  # bytes of a row, by the two highest bits of a matrix's descriptor
 _JUMPS = ("bra", "brx", "ret", "exit", "call", "trap")
-_NO_MEMORY = ("st", "red", "prefetch", "griddepcontrol", "membar", "nanosleep", "ld", "atom", "prefetchu")
+_NOT_PLAIN = (
+    "bar", "barrier", "fence", "wgmma", "cp", "ldmatrix", "stmatrix", "mbarrier", "st", "red", "prefetch",
+    "griddepcontrol", "membar", "nanosleep", "ld", "atom", "prefetchu", *_JUMPS,
+)  # fmt: skip
 
 Way = tuple[int, int]  # of a branch: its place, and where it goes
 
@@ -69,12 +72,14 @@ class _Copy:
 
 @dataclass
 class _Memory:
-    """Who touched each byte of shared memory since the last barrier; `epoch` counts barriers."""
+    """Who touched each byte of shared memory since the last barrier; `epoch` counts barriers, and no byte from `top` on
+    was touched."""
 
     epoch: int = 1
+    top: int = 0
     fences: int = 0
     written: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # epoch
-    writer: Any = field(default_factory=lambda: np.full(_SIZE, -1, np.int16))  # warp
+    writer: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int16))  # warp, if written
     fenced: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # fences before it was written
     copied: Any = field(default_factory=lambda: np.zeros(_SIZE, bool))  # by a copy from global memory
     read: Any = field(default_factory=lambda: np.zeros(_SIZE, np.int32))  # epoch
@@ -90,7 +95,8 @@ class _Memory:
         other = copy.copy(self)
         for name, x in vars(self).items():
             if isinstance(x, np.ndarray):
-                setattr(other, name, x.copy())
+                setattr(other, name, np.zeros(_SIZE, x.dtype))
+                getattr(other, name)[: self.top] = x[: self.top]
             elif isinstance(x, list):
                 setattr(other, name, [list(y) if isinstance(y, list) else y for y in x])
         return other
@@ -122,6 +128,7 @@ class _Memory:
     def load(self, at: Any, warps: Any) -> list[str]:
         found = [] if self._same(at, warps) else ["reads what another warp writes"]
         found += [f"reads what a copy writes ({x.by.text})" for x in self.pending_at(at)]
+        self.top = max(self.top, at.max(initial=-1) + 1)
         self.readers[at[self.read[at] != self.epoch]] = 0
         self.read[at] = self.epoch
         np.bitwise_or.at(self.readers, at, np.uint32(1) << warps.astype(np.uint32))
@@ -167,6 +174,7 @@ class _Memory:
         found += [f"overwrites what a copy writes ({x.by.text})" for x in self.pending_at(at)]
         groups = (self.products, *self.product_groups, self.done)
         first, last = (at.min(), at.max()) if at.size else (0, -1)
+        self.top = max(self.top, last + 1)
         for x in (x for group in groups for x in group):
             if x.at.size and first <= x.at.max() and last >= x.at.min() and np.isin(at, x.at).any():
                 found.append(f"overwrites what a matrix product reads ({x.by.text[:60]})")
@@ -186,9 +194,15 @@ class _Path:
         return other
 
 
+def _plain(it: Instruction) -> bool:
+    """Whether it changes registers alone."""
+    return it.parts[0] not in _NOT_PLAIN
+
+
 class _Search:
     def __init__(self, ptx: Ptx) -> None:
         self.ptx, self.warps = ptx, np.arange(ptx.threads) // 32
+        self.plain = [_plain(it) for it in ptx.instructions]
         self.found: dict[str, None] = {}
         self.accesses = self.unseen = 0
 
@@ -222,7 +236,11 @@ class _Search:
         while at is not None and at < len(self.ptx.instructions):
             it = self.ptx.instructions[at]
             self.reached.add(at)
-            at = self._jump(it, at, path) if it.parts[0] in _JUMPS else self._step(it, at, path)
+            if self.plain[at]:
+                path.integers.run(it)
+                at += 1
+            else:
+                at = self._jump(it, at, path) if it.parts[0] in _JUMPS else self._step(it, at, path)
 
     def _take(self, way: Way, path: _Path) -> None:
         path.taken[way] = path.taken.get(way, 0) + 1
@@ -252,6 +270,7 @@ class _Search:
         return ways[0][1]
 
     def _step(self, it: Instruction, at: int, path: _Path) -> int:
+        """One instruction that is neither plain nor a jump."""
         base, parts, memory = it.parts[0], it.parts, path.memory
         if base in ("bar", "barrier"):
             self._barrier(it, memory)
@@ -266,9 +285,7 @@ class _Search:
         elif base == "mbarrier" or (base in ("atom", "red") and it.shared):
             self._refuse(it)
         elif base in ("ld", "atom"):
-            path.integers.forget(it.operands[0])
-        elif base not in _NO_MEMORY:
-            path.integers.run(it)
+            path.integers.forget(it)
         return at + 1
 
     def _refuse(self, it: Instruction) -> None:
@@ -313,7 +330,7 @@ class _Search:
         if touched is not None:
             self._tell(it, (path.memory.store if stores else path.memory.load)(*touched))
         if not stores:
-            path.integers.forget(it.operands[0])
+            path.integers.forget(it)
 
     def _copied(self, it: Instruction, path: _Path) -> None:
         memory = path.memory

@@ -66,11 +66,7 @@ def _square(q: torch.Tensor, k: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[0], k.shape[0])
 
 
-def _like_first(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-def _inverse_like(x: torch.Tensor, *, exact_repeats: bool = False) -> torch.Tensor:
+def _like_first(x: torch.Tensor, *others: torch.Tensor, exact_repeats: bool = False) -> torch.Tensor:
     return torch.empty_like(x)
 
 
@@ -104,7 +100,7 @@ def _keep_output(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -
 
 
 for _name, _real, _fake in (
-    ("unit_lower_inverse", primitives.unit_lower_inverse, _inverse_like),
+    ("unit_lower_inverse", primitives.unit_lower_inverse, _like_first),
     ("vector_scores", primitives.decayed_scores, _square),
     ("vector_scores_grad", _scores_grad, _like_the_others),
     ("decayed_sums", primitives.decayed_sums, _like_first),

@@ -15,7 +15,8 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelPlan"]
 
-_CHUNK, _HORIZON = Launch(64, 8, 1, registers=128), Launch(64, 4, 1)  # two blocks a multiprocessor
+_SCORES = Launch(64, 8, 1, registers=128)  # two blocks a multiprocessor
+_GRADS, _HORIZON = Launch(64, 8, 1), Launch(64, 4, 1)
 
 
 class HopperChannelPlan(HopperPlan, ChannelPlan):
@@ -45,13 +46,13 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     @property
     def _panels(self) -> int:
-        return self.tiling.K // _CHUNK.cols
+        return self.tiling.K // _GRADS.cols
 
     def _before_states(self) -> list[LaunchSpec]:
         p, names, grid = self.tiling, self.gated_inputs, (self.n_chunks, self.B * self.H, 1)
         made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", self.growth]
         scores = self.kernel_launch(
-            "channel_scores", _CHUNK, grid, [*names, *made], named(*made), names,
+            "channel_scores", _SCORES, grid, [*names, *made], named(*made), names,
             GROWTH=self.growth is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
@@ -87,7 +88,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         p, names = self.tiling, [*self.gated_inputs, "do"]
         made = [*self.to_keys, self.to_steps, gradient_of(str(self.gate))]
         grads = self.kernel_launch(
-            "channel_grads", _CHUNK, (p.n_chunks * self._panels, p.B * p.H, 1),
+            "channel_grads", _GRADS, (p.n_chunks * self._panels, p.B * p.H, 1),
             [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, *made], made, names,
         )  # fmt: skip
         return [*self.exact_gradients(part, made[2], made[3], self._panels), grads]

@@ -360,12 +360,12 @@ def channel_scores(
 
 
 @gluon.jit
-def _choose(to, x, y, level, MEETS: gl.constexpr):
+def _choose(to, x, y, count, level, MEETS: gl.constexpr):
     """Puts two tiles [64, 64] of bfloat16 in shared memory into those of `to`, with zeros but where tokens are in one
-    block of 2^level, or in two that meet (MEETS)."""
+    block of 2^level, or in two that meet (MEETS). count: 0 to 63, in shared memory: what follows from numbers that the
+    compiler knows it would make ahead, and keep in registers."""
     L: gl.constexpr = by_row(64, _WARPS)
-    i = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    i, j = count.load(gl.SliceLayout(1, L))[:, None], count.load(gl.SliceLayout(0, L))[None, :]
     apart = (i ^ j) >> level
     asm: gl.constexpr = _MEETING if MEETS else _TOGETHER
     kept = gl.inline_asm_elementwise(asm, "=r,r,r", [apart], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -399,7 +399,8 @@ def _column_sums(x):
 
 @gluon.jit
 def _grads_at(
-    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, gates, LEVEL: gl.constexpr
+    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, count, gates,
+    LEVEL: gl.constexpr,
 ):  # fmt: skip
     """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens do
     that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
@@ -411,7 +412,7 @@ def _grads_at(
     qe.store((qs.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
     ke.store((ks.load(_CHANNELS).to(gl.float32) * e * step).to(gl.bfloat16))
     gl.thread_barrier()
-    _choose(chosen, scores, pairs, LEVEL, True)
+    _choose(chosen, scores, pairs, count, LEVEL, True)
     visible()
     scores, pairs = chosen.index(0), chosen.index(1)
     odd = ((gl.arange(0, 64, gl.SliceLayout(1, _PRODUCTS)) >> LEVEL) & 1 == 1)[:, None]
@@ -522,11 +523,13 @@ def channel_grads(
     x = _by_token(x)
     es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
     pe, chosen = tiles(1, C, _N).index(0), tiles(2, C, _N)
+    count = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, gl.arange(0, C, _TOKENS))
+    gl.thread_barrier()
     qe.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
     ke.store((ks.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
     own_beta = steps.load(gl.SliceLayout(1, _CHANNELS))[:, None]
     pe.store((ks.load(_CHANNELS).to(gl.float32) * power(-x) * own_beta).to(gl.bfloat16))
-    _choose(chosen, scores, pairs, block, False)
+    _choose(chosen, scores, pairs, count, block, False)
     visible()
     # Operands are rounded once, and gradients of gates are made of what products had: what pairs add to these cancels.
     found, to_q, of_gates = warpgroup_mma_wait(0, [_product(chosen.index(0), pe), to_q, of_gates])
@@ -547,18 +550,18 @@ def channel_grads(
         if block == 0:
             for level in gl.static_range(_PART):
                 to_q, to_k, to_beta, of_gates = _grads_at(
-                    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps,
+                    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
                     _within_part(_gates(gates), level), level,
                 )  # fmt: skip
             inside, sums = _summed(_gates(gates))
             to_q, to_k, to_beta, of_gates = _grads_at(
-                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps,
+                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
                 _to_edge(inside, sums, totals, _PART), _PART,
             )  # fmt: skip
         for level in gl.static_range(_BLOCK, _LEVELS):
             inside, sums = _summed(_gates(gates))
             to_q, to_k, to_beta, of_gates = _grads_at(
-                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps,
+                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
                 _to_edge(inside, sums, totals, level), level,
             )  # fmt: skip
     to_beta = gl.sum(gl.sum(to_beta, axis=2), axis=1)

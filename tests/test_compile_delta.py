@@ -93,6 +93,7 @@ MAY_SPILL = {
         "channel_grads": 104,
     }
 }
+MAY_SPILL_IN_GLUON = {"channel_grads": 64}
 
 
 def compile_config(
@@ -164,7 +165,7 @@ def test_kernels(name: str) -> None:
     ranks = CONFIGS[name].get("ranks", False)
     segments, packed = of == "gated_deltanet" or (of == "deltanet" and ranks), CONFIGS[name].get("packed", False)
     if in_gluon(name) and of == "vector_gated_delta":
-        want = {"channel_blocks", "channel_scores", "inverse", "forward", "backward", "channel_parts", "channel_grads"}
+        want = {"channel_scores", "inverse", "forward", "backward", "channel_grads"}
         heads = CONFIGS[name].get("H", 32)
         want |= {"scan_segments"} if heads < 128 else set()
         want |= {"segment_horizon"} if heads < 128 or ranks else set()
@@ -193,7 +194,7 @@ def test_products_of_training_shapes(name: str) -> None:
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
     assert not [x for x in found if x["name"] in EXACT and x["stack"]], described(found)
     if RELEASE in MAY_SPILL:
-        may = {"channel_grads": MAY_SPILL[RELEASE]["channel_grads"]} if in_gluon(name) else MAY_SPILL[RELEASE]
+        may = MAY_SPILL_IN_GLUON if in_gluon(name) else MAY_SPILL[RELEASE]
         over = [x["name"] for x in found if x["stack"] > may.get(x["name"], 0)]
         assert not over, f"{over} spill:\n{described(found)}"
     if in_gluon(name) and CONFIGS[name].get("name") != "vector_gated_delta" and "no decay" not in name:

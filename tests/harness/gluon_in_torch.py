@@ -1,4 +1,4 @@
-"""The walk of large states on the CPU: its own source, with a Gluon made of PyTorch. Triton's interpreter has none.
+"""Kernels in Gluon on the CPU: their own source, with a Gluon made of PyTorch. Triton's interpreter has none.
 
 Copies to shared memory leave NaN where they go until they are waited for. A product is computed when it begins and once
 more when it is waited for: both must be the same, or its operands were written over. Addresses outside of a tensor are
@@ -7,8 +7,9 @@ found. Layouts, barriers and fences are not looked at: see `flexsp/testing/races
 
 from __future__ import annotations
 
+import ast
+import functools
 import itertools
-import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -17,14 +18,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["install"]
+__all__ = ["Kernel", "install"]
 
 _KERNELS = Path(__file__).parents[2] / "flexsp" / "kernels"
 _NAME = "flexsp.kernels.diagonal.hopper_walks"
 _LAYOUTS = (
     "BlockedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "SwizzledSharedLayout",
 )  # fmt: skip
-_NOT_HERE = re.compile(r"^from (?:triton|flexsp)[^(\n]*(?:\([^)]*\))?$", re.MULTILINE)
 Tensor = torch.Tensor
 
 
@@ -39,6 +39,10 @@ class _Pointer:
 
     def __sub__(self, less: Any) -> _Pointer:
         return self + -less
+
+    @property
+    def dtype(self) -> Any:
+        return types.SimpleNamespace(element_ty=self.memory.dtype)
 
     def places(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         at = torch.as_tensor(self.at)
@@ -70,6 +74,12 @@ class _Shared:
     @property
     def shape(self) -> list[int]:
         return list(self.data.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def _keep_alive(self) -> None: ...
 
     def index(self, i: Any) -> _Shared:
         return _Shared(self.data[int(i)])
@@ -108,9 +118,16 @@ def _data(x: Any) -> Tensor:
 
 
 def _multiply(a: Any, b: Any, sums: Any, use_acc: bool = True, is_async: bool = False) -> _Product:
-    assert is_async and not isinstance(sums, _Product)
+    assert is_async
     left, right = _data(a), _data(b)
-    return _Product(lambda: left.float() @ right.float() + (sums if use_acc else 0.0))
+
+    def compute() -> Tensor:
+        found = left.float() @ right.float()
+        if use_acc:
+            found = found + (sums.done() if isinstance(sums, _Product) else sums)
+        return found
+
+    return _Product(compute)
 
 
 def _wait(outstanding: int, products: Sequence[Any]) -> Any:
@@ -118,68 +135,173 @@ def _wait(outstanding: int, products: Sequence[Any]) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _power(x: Any) -> Tensor:
-    found = torch.exp2(torch.as_tensor(x).float())
+def _power(x: Tensor) -> Tensor:
+    found = torch.exp2(x)
     return torch.where(found.abs() < 2.0**-126, 0.0, found)
 
 
-def _shared(dtype: torch.dtype, shape: Sequence[int], layout: Any = None) -> _Shared:
-    return _Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
+_INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "ex2.approx.ftz.f32": _power, "setp.eq.u32": lambda x, y: x == y, "and.b32": lambda x, y: x & y,
+    "or.b32": lambda x, y: x | y, "selp.b32": lambda x, y, which: torch.where(which, x, y),
+}  # fmt: skip
+
+
+def _assembly(
+    text: str, constraints: str, args: Sequence[Tensor], dtype: torch.dtype, is_pure: bool, pack: int
+) -> Tensor:  # fmt: skip
+    """Registers of numbers in float32, or else of 32 bits, which lie in int64. Of numbers of 16 bits two are in one."""
+    registers, n = {}, 1
+    for x in args:
+        parts = x.reshape(-1, pack)
+        if x.dtype.itemsize == 2:
+            low, high = (parts.view(torch.int16).long() & 0xFFFF).unbind(1)
+            parts = (low | high << 16).unsqueeze(1)
+        for part in parts.unbind(1):
+            registers[f"${n}"] = part if part.dtype.is_floating_point else part.long() & 0xFFFFFFFF
+            n += 1
+    for line in text.strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name and name != ".reg":
+            to, *names = rest.split(", ")
+            given = [registers[x] if x in registers else torch.tensor(int(x, 0)) for x in names]
+            registers[to] = _INSTRUCTIONS[name](*given)
+    found = registers["$0"]
+    if dtype.itemsize == 2:
+        found = torch.stack([found << 48 >> 48, found << 32 >> 48], 1).to(torch.int16).view(dtype)
+    assert found.dtype == dtype
+    return found.reshape(args[0].shape)
+
+
+def _both(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """Tensors; one of them may be a number."""
+    kind = next((z.dtype for z in (x, y) if isinstance(z, Tensor)), None)
+    found = [z if isinstance(z, Tensor) else torch.tensor(z, dtype=kind) for z in (x, y)]
+    return found[0], found[1]
+
+
+def _larger(x: Any, y: Any, propagate_nan: Any = None) -> Tensor:
+    x, y = _both(x, y)
+    return torch.maximum(x, y) if propagate_nan or not x.dtype.is_floating_point else torch.fmax(x, y)
+
+
+def _smaller(x: Any, y: Any) -> Tensor:
+    x, y = _both(x, y)
+    return torch.fmin(x, y)
+
+
+def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor], reverse: bool = False) -> Tensor:
+    given = x.flip(axis) if reverse else x
+    found = torch.stack([*itertools.accumulate(given.unbind(axis), combine)], axis)
+    return found.flip(axis) if reverse else found
+
+
+def _reduce(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return functools.reduce(combine, x.unbind(axis))
+
+
+def _shared(dtype: torch.dtype, shape: Sequence[int], layout: Any = None, value: Tensor | None = None) -> _Shared:
+    found = _Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
+    if value is not None:
+        found.store(value)
+    return found
 
 
 def _decorated(function: Any = None, **options: Any) -> Any:
     return function if function is not None else lambda kernel: kernel
 
 
-class _Kernel:
-    """`walk_kernel`, launched as Triton's kernels are, one program after the other."""
+class _InPyTorch(ast.NodeTransformer):
+    """Values are not changed in place, and layouts are None."""
 
-    __name__ = "walk_kernel"
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        assert isinstance(node.target, ast.Name)
+        before = ast.Name(node.target.id, ast.Load())
+        return ast.Assign([node.target], ast.BinOp(before, node.op, self.visit(node.value)))
 
-    def __init__(self) -> None:
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        return node if node.module == "__future__" else None
+
+    def visit_Import(self, node: ast.Import) -> None:
+        return None
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr == "layout":
+            return ast.Constant(None)
+        if node.attr == "primitive_bitwidth":
+            return ast.BinOp(ast.Constant(8), ast.Mult(), ast.Attribute(node.value, "itemsize", ast.Load()))
+        return node.value if node.attr == "value" else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if any(x.arg == "bitcast" for x in node.keywords):
+            assert isinstance(node.func, ast.Attribute)
+            node.func.attr, node.keywords = "view", []
+        return node
+
+
+class Kernel:
+    """A kernel of a file, launched as Triton's are, one program after the other.
+
+    Attributes:
+        names: what the file defines, and imports.
+    """
+
+    def __init__(self, file: str, name: str) -> None:
+        self.__name__ = name
         self.program, self.grid = [0, 0, 0], [1, 1, 1]
-        self.pending: list[tuple[Tensor, Tensor]] = []
-        names = self._names()
-        for file, what in (("gluon.py", r"@gluon\.jit\ndef chunk_at\(.*?\n\n\n"), ("diagonal/hopper_walks.py", r".*")):
-            source = re.search(what, (_KERNELS / file).read_text(), re.DOTALL)
-            assert source is not None
-            text = re.sub(r"\w+\.type\.layout", "None", _NOT_HERE.sub("", source[0]))
-            if not text.startswith('"""'):
-                text = f"from __future__ import annotations\n{text}"
-            exec(compile(text, file, "exec"), names)
-        self.kernel = names["walk_kernel"]
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.groups: list[list[tuple[Tensor, Tensor]]] = []
+        self.names = self._names()
+        for path in (_KERNELS / "gluon.py", _KERNELS / file):
+            tree = ast.fix_missing_locations(_InPyTorch().visit(ast.parse(path.read_text())))
+            exec(compile(tree, path, "exec"), self.names)
+        self.kernel = self.names[name]
         self.arg_names = list(self.kernel.__code__.co_varnames[: self.kernel.__code__.co_argcount])
 
     def _names(self) -> dict[str, Any]:
+        from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
+        from flexsp.kernels.primitives import GATE_MIN, LOG2E
+
         gl: Any = types.SimpleNamespace(
             constexpr=lambda x: x, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
             program_id=lambda i: torch.tensor(self.program[i]), num_programs=lambda i: torch.tensor(self.grid[i]),
             arange=lambda start, end, layout=None: torch.arange(start, end), load=_load, store=_store,
             zeros=lambda shape, dtype, layout=None: torch.zeros(tuple(shape), dtype=dtype),
-            where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y), sum=lambda x, axis: x.sum(axis),
-            reshape=lambda x, shape: x.reshape(tuple(shape)), convert_layout=lambda x, layout: x,
-            minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)), thread_barrier=lambda: None,
+            where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y), abs=torch.abs, log2=torch.log2,
+            sum=lambda x, axis: x.sum(axis, dtype=x.dtype), max=lambda x, axis: x.amax(axis), reduce=_reduce,
+            associative_scan=_scan, minimum=_smaller, maximum=_larger, inline_asm_elementwise=_assembly,
+            reshape=lambda x, shape: x.reshape(tuple(shape)), permute=lambda x, order: x.permute(order),
+            convert_layout=lambda x, layout, assert_trivial=False: x, static_range=range,
+            allocate_shared_memory=_shared, thread_barrier=lambda: None,
+            NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda shape, kind: None),
         )  # fmt: skip
         for name in _LAYOUTS:
             setattr(gl, name, lambda *args: None)
-        copies = types.SimpleNamespace(async_copy_global_to_shared=self._copy, commit_group=lambda: None)
+        copies = types.SimpleNamespace(
+            async_copy_global_to_shared=self._copy, commit_group=self._commit, wait_group=self._wait
+        )  # fmt: skip
         return {
             "gl": gl, "gluon": types.SimpleNamespace(jit=_decorated, constexpr_function=_decorated),
-            "async_copy": copies, "warpgroup_mma": _multiply, "warpgroup_mma_wait": _wait, "power": _power,
-            "arrived": self._arrived, "begin": lambda pdl: None, "visible": lambda: None,
-            "tiles": lambda count, rows, columns: _shared(torch.bfloat16, (count, rows, columns)),
-            "numbers": lambda count, n: _shared(torch.float32, (count, n)),
+            "tl": types.SimpleNamespace(PropagateNan=types.SimpleNamespace(ALL=True)),
+            "async_copy": copies, "fence_async_shared": lambda: None, "warpgroup_mma": _multiply,
+            "warpgroup_mma_wait": _wait, "GATE_MIN": GATE_MIN.value, "LOG2E": LOG2E.value, "ALIKE": ALIKE.value,
+            "LEAST_BETA": LEAST_BETA.value,
         }  # fmt: skip
 
     def _copy(self, to: _Shared, pointer: _Pointer, mask: Tensor | None = None) -> None:
         found = _load(pointer, mask)
         to.data.fill_(torch.nan)
-        self.pending.append((to.data, found))
+        self.copies.append((to.data, found))
 
-    def _arrived(self, groups: int) -> None:
-        for to, found in self.pending:
-            to.copy_(found)
-        self.pending.clear()
+    def _commit(self) -> None:
+        self.groups.append(self.copies)
+        self.copies = []
+
+    def _wait(self, outstanding: int) -> None:
+        while len(self.groups) > outstanding:
+            for to, found in self.groups.pop(0):
+                to.copy_(found)
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*args: Any, **constants: Any) -> None:
@@ -189,7 +311,8 @@ class _Kernel:
             for place in itertools.product(*map(range, self.grid)):
                 self.program[:] = place
                 self.kernel(*given, **constants)
-                assert not self.pending
+                assert not self.copies and not any(self.groups)
+                self.groups.clear()
 
         return launch
 
@@ -208,6 +331,7 @@ def install() -> None:
     from flexsp.runtime import triton_private
 
     module: Any = types.ModuleType(_NAME)
-    module.COLUMNS, module.WARPS, module.walk_kernel = 128, 8, _Kernel()
+    module.COLUMNS, module.WARPS = 128, 8
+    module.walk_kernel = Kernel("diagonal/hopper_walks.py", "walk_kernel")
     sys.modules[_NAME] = module
     triton_private.runs_gluon = lambda: True

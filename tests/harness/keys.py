@@ -247,21 +247,18 @@ def inverse_of_alike(
     k, beta = k.to(device, half), torch.sigmoid(torch.randn(C, generator=draw) + 4).to(device, half)
     square = torch.full((2, C, C), torch.nan, dtype=half, device=device)
     rows, numbers = torch.empty(3, C, K, dtype=half, device=device), torch.empty(K, device=device)
-    small_gates = torch.zeros(8, dtype=torch.int32, device=device)
     inputs = k, k, torch.zeros(C, K, device=device), beta
-    strides = *(C * K, K, K) * 3, C, 1, 1
-    sizes = {"K": K, "C": C, "GROWTH": False, "PACKED": False, "GROUP": 1, "PDL": False}
+    strides, sizes = (*(C * K, K, K) * 3, C, 1, 1), {"K": K, "C": C, "PACKED": False, "GROUP": 1, "PDL": False}
     if gluon:
-        made = *square, *rows, numbers, small_gates, k, k
-        hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, num_warps=4, maxnreg=168)
+        made, how = (*square, *rows, numbers, numbers, k), {"GROWTH": False, "num_warps": 8, "maxnreg": 128}
+        hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, **how)
         hopper_wy_transform.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
-        assert small_gates[0].item() == 1
     else:
         blocks = torch.empty(channels.matrices(C), C, C, dtype=half, device=device)
         channels.channel_blocks[(len(blocks),)](blocks, C=C, PDL=False)
-        made = blocks, *square, *rows, numbers, small_gates, k, k, k
-        sizes |= {"COLS": 32, "LARGE_ONLY": False} | dots(half)
-        channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes)
+        block = torch.empty(K // 32, dtype=torch.int32, device=device)
+        made = blocks, *square, *rows, numbers, block, k
+        channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, COLS=32, **dots(half))
         channels.channel_inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False)
     k, beta = k.double(), beta.double()
     want = torch.linalg.inv(torch.eye(C, dtype=torch.float64, device=device) + (k @ k.T * beta).tril(-1))

@@ -25,6 +25,7 @@ _KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys,
 _VECTORS = "tests/test_launch_plan.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
+_CHUNKS = "tests/test_hopper_channels.py::test_against_float64"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
 _MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
 _REPEATED = "tests/test_reflections.py::test_against_token_loops"
@@ -369,7 +370,44 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",
-        ("    visible()\n    of_keys", "    of_keys", "products read what is not there yet", _CHANNELS_IN_GLUON),
+        ("    visible()\n    turned", "    turned", "products read what is not there yet", _CHANNELS_IN_GLUON),
+        ("gl.where(meets == LEVEL, of_queries", "gl.where(meets <= LEVEL, of_queries", "scores of a level are of all below it",
+         _CHUNKS + "[one is closed]"),
+        ("& (meets < size + 8)", "& (meets <= size + 8)", "blocks that have one middle meet those beside them twice",
+         _CHUNKS + "[strong]"),
+        ("asm: gl.constexpr = _MEETING if MEETS", "asm: gl.constexpr = _TOGETHER if MEETS",
+         "gradients of a level are of pairs within blocks", _CHUNKS + "[one is closed]"),
+        ("gl.where(_parts() & 1 == 1, 0.0, -sums)", "gl.where(_parts() & 1 == 0, 0.0, -sums)",
+         "halves of a block have no middle in common", _CHUNKS + "[strong]"),
+        ("half, before = _all(totals, _PARTS // 2),", "half, before = _all(totals, _PARTS),",
+         "the middle of a chunk is its end", _CHUNKS + "[to the middle]"),
+        ("(own & 1 == 0) & (_parts() < n)", "(own & 1 == 0) & (_parts() <= n)", "even blocks count a part twice",
+         _CHUNKS + "[one is closed]"),
+        ("until = gl.associative_scan(x, 2, _add)", "until = gl.associative_scan(x, 2, _add, reverse=True)",
+         "gates within a few tokens are summed from the end", _CHUNKS + "[one closes, others are strong]"),
+        ("return gl.associative_scan(x, 1, _add),", "return gl.associative_scan(x, 1, _add, reverse=True),",
+         "gates are summed from the end", _CHUNKS + "[mild]"),
+        ("(rest, L))", "(rest * 0.0, L))", "roundings of pairs are not there", _CHUNKS + "[none]"),
+        ("found * (factor * scale), 0.0)", "found * scale, 0.0)", "scores have no beta", _CHUNKS + "[mild]"),
+        ("gl.abs(1.0 - gl.sum(x * x, axis=1) * step)", "gl.abs(1.0 - gl.sum(x * x, axis=1))", "growth has no beta",
+         _CHUNKS + "[large keys]"),
+        ("power(-x) * own_beta)", "power(-x))", "in blocks gradients of queries have no beta", _CHUNKS + "[mild]"),
+        (".to(gl.float32) * e * step)", ".to(gl.float32) * e)", "beyond blocks gradients of queries have no beta",
+         _CHUNKS + "[strong]"),
+        ("gl.where(odd, found, -found) * _read(ke)", "found * _read(ke)", "what even tokens add to dg has the wrong sign",
+         _CHUNKS + "[strong]"),
+        ("of_gates -= found * _read(pe)", "of_gates += found * _read(pe)", "what pairs add to dg does not cancel",
+         _CHUNKS + "[mild]"),
+        ("found * gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None])", "found",
+         "beyond blocks gradients of keys have no beta", _CHUNKS + "[strong]"),
+        ("_row_sums(gl.where(odd, 0.0, found * _read(ks)))", "_row_sums(found * _read(ks))",
+         "tokens that read add to the gradient of beta", _CHUNKS + "[one is closed]"),
+        ("pairs.permute((1, 0)).load(_PRODUCTS))", "0.0)", "keys that write have no gradient of pairs", _CHUNKS + "[strong]"),
+        ("kept * edge.load(kept.type.layout) * unit", "kept * unit", "dg has what a chunk forgets", _CHUNKS + "[mild]"),
+        ("gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0)", "of_pairs / beta_c[:, None]",
+         "each tile adds the products of errors", _CHUNKS + "[errors]"),
+        ("gl.minimum(gl.maximum(exponent, 28), 226), 127)", "127, 127)", "gradients of pairs have no unit",
+         "tests/test_hopper_channels.py::test_gradients_of_any_size[-60]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_walks.py",

@@ -121,7 +121,7 @@ def test_segments_of_large_heads(
 
 
 def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
-    """Log gates [T, K]; some chunks of 64 tokens have gates that add up to little, and others not."""
+    """Log gates [T, K]; some chunks of 64 tokens, or blocks of 16, have gates that add up to little, and others not."""
     t, k = torch.arange(T)[:, None], torch.arange(K)[None, :]
     slow = -0.002 * (1 + k) + 0.0 * t
     return {
@@ -129,6 +129,7 @@ def of_channels(kind: str, T: int, K: int) -> torch.Tensor:
         "strong in some channels": torch.where((k % 5 == 3) & (t % 256 >= 128), -2.0, slow),
         "strong in some chunks": torch.where(t % 192 >= 128, -3.0, slow),
         "at the edge": torch.where(t // 64 % 2 == 0, -2.2, -2.3) + slow / 10,
+        "at the edge of 16": torch.where(t // 64 % 2 == 0, -8.9, -9.1) + slow / 10,
         "closed": torch.where((t % 97 == 5) & (k % 3 == 0), -1e4, slow),
         "growth": torch.where(t % 2 == 0, 0.05, -0.06) + 0.0 * k,
         "early in chunks": torch.where(t % 64 == 1, -50.0, slow),
@@ -147,7 +148,7 @@ OF_CHANNELS = [
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
-@pytest.mark.parametrize("kind", OF_CHANNELS)
+@pytest.mark.parametrize("kind", [*OF_CHANNELS, "at the edge of 16"])
 @pytest.mark.usefixtures("poisoned")
 def test_gates_of_channels(folder: Path, seed: int, kind: str, documents: tuple[int, ...] | None) -> None:
     T = 640 if documents is None else sum(documents)

@@ -294,7 +294,7 @@ def seen(sp: Any, seed: int, kind: str, at: int) -> dict[str, list[int]]:
     return found | {"writes": [n for n in range(at) if got["writes"][n].isfinite().all()]}
 
 
-@pytest.mark.parametrize("kind", ["mild", "strong"])
+@pytest.mark.parametrize("kind", ["mild", "strong in one channel"])
 def test_a_nan_gate_is_seen_behind_it_alone(kind: str) -> None:
     for at in (1, 23, 40, 63):
         (found,) = run_ranks(seen, 1, random.randrange(2**31), kind, at, env=INTERPRETED)

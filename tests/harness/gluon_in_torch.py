@@ -245,6 +245,7 @@ class Kernel:
 
     Attributes:
         names: what the file defines, and imports.
+        program, grid: the program that runs, and how many there are.
     """
 
     def __init__(self, file: str, name: str) -> None:

@@ -20,12 +20,18 @@ _GRADS, _HORIZON = Launch(64, 8, 1), Launch(64, 4, 1)
 
 
 class HopperChannelPlan(HopperPlan, ChannelPlan):
-    """As `ChannelPlan`, with the walks of `HopperPlan`: U and W are not kept in memory."""
+    """As `ChannelPlan`, with the walks of `HopperPlan`: U and W are not kept in memory.
+
+    Attributes:
+        growth: log2 of how much a chunk makes a state grow at most.
+    """
 
     kernels: ClassVar[dict[str, Any]] = ChannelPlan.kernels | HopperPlan.kernels | {
         "channel_scores": hopper_channels.channel_scores, "channel_grads": hopper_channels.channel_grads,
         "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
+
+    growth: str | None
 
     def settled(self) -> dict[str, Any]:
         scanned = self.tiling.scanned

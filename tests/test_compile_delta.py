@@ -93,7 +93,7 @@ MAY_SPILL = {
         "channel_grads": 104,
     }
 }
-MAY_SPILL_IN_GLUON = {"channel_grads": 64}
+MAY_SPILL_IN_GLUON = {"channel_grads": 0}
 
 
 def compile_config(

@@ -66,7 +66,7 @@ def _store(pointer: _Pointer, x: Any, mask: Tensor | None = None) -> None:
 
 
 class _Shared:
-    """Shared memory, which begins as NaN."""
+    """Shared memory, which begins as NaN, or as the least integer."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -200,7 +200,8 @@ def _reduce(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -
 
 
 def _shared(dtype: torch.dtype, shape: Sequence[int], layout: Any = None, value: Tensor | None = None) -> _Shared:
-    found = _Shared(torch.full(tuple(shape), torch.nan, dtype=dtype))
+    unset = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    found = _Shared(torch.full(tuple(shape), unset, dtype=dtype))
     if value is not None:
         found.store(value)
     return found
@@ -267,7 +268,8 @@ class Kernel:
         gl: Any = types.SimpleNamespace(
             constexpr=lambda x: x, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64, int32=torch.int32,
             program_id=lambda i: torch.tensor(self.program[i]), num_programs=lambda i: torch.tensor(self.grid[i]),
-            arange=lambda start, end, layout=None: torch.arange(start, end), load=_load, store=_store,
+            arange=lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32),
+            load=_load, store=_store,
             zeros=lambda shape, dtype, layout=None: torch.zeros(tuple(shape), dtype=dtype),
             where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y), abs=torch.abs, log2=torch.log2,
             sum=lambda x, axis: x.sum(axis, dtype=x.dtype), max=lambda x, axis: x.amax(axis), reduce=_reduce,

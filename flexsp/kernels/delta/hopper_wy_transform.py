@@ -177,7 +177,7 @@ def _store(to, tile, C: gl.constexpr):
 
 @gluon.jit
 def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexpr):
-    """Inverses of I + G in place of G [B H, chunks, C, C], as `channels.channel_scores` left it; GAIN: and gain
+    """Inverses of I + G in place of G [B H, chunks, C, C], as `channel_scores` left it; GAIN: and gain
     [B H, chunks], as `wy_transform.store_gain` has it."""
     begin(PDL)
     at = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)

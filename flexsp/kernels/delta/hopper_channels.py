@@ -1,13 +1,14 @@
 """What `channels` does chunk by chunk, on Hopper GPUs, for any gates.
 
-Decays of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, for whole blocks of tokens at once. Within a block, m
-is its middle; how many tokens it has, all, 16 or one, depends on what its gates add up to, since either factor may grow.
-Blocks beyond that meet in pairs: those of one token, of two and so on, up to the halves of the chunk. There m is the
-edge between an odd block and the even one before it: a token has one factor, and none grows where gates are not
+Decays of pairs of tokens are products e^{b_i - b_m} e^{b_m - b_j}, for whole blocks of tokens at once. Within a block,
+m is its middle; how many tokens it has, all, 16 or one, depends on what its gates add up to, since either factor may
+grow. Blocks beyond that meet in pairs: those of one token, of two and so on, up to the halves of the chunk. There m is
+the edge between an odd block and the even one before it: a token has one factor, and none grows where gates are not
 positive. A product is of the whole chunk, and of it the pairs that meet are taken. Every pair meets once.
 
 Channels are taken 64 at a time. A thread of the eight warps has eight tokens of two channels, so gates are summed in
-registers, in blocks of up to eight tokens.
+registers, in blocks of up to eight tokens. Registers are scarce: `channel_scores` has 128, so that a multiprocessor has
+two blocks. So what can be had from shared memory again is not kept, and in the gradients products follow each other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from flexsp.kernels.gluon import (
     by_row,
     chunk_at,
     copy,
-    numbers,
     power,
     shared,
     store,
@@ -103,7 +103,8 @@ def _vectors(kind):
 @gluon.jit
 def _room(kind: gl.constexpr):
     """Room for gates [64, 64]."""
-    return gl.allocate_shared_memory(kind, [64, 64], gl.SwizzledSharedLayout(128 // kind.primitive_bitwidth, 1, 1, [1, 0]))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(128 // kind.primitive_bitwidth, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(kind, [64, 64], layout)
 
 
 @gluon.jit
@@ -161,8 +162,8 @@ def _before(totals):
 
 @gluon.jit
 def _beside(totals, LEVEL: gl.constexpr):
-    """[8, 64]: for each part the sum of others of its block of 2^LEVEL tokens: of an odd block of those before it, of an
-    even one of those behind it."""
+    """[8, 64]: for each part the sum of others of its block of 2^LEVEL tokens: of an odd block of those before it, of
+    an even one of those behind it."""
     own = _parts() >> (LEVEL - _PART)
     found = gl.zeros([_PARTS, _N], gl.float32, gl.SliceLayout(1, _IN_PARTS))
     for n in gl.static_range(_PARTS):
@@ -196,7 +197,8 @@ def _to_edge(inside, sums, totals, LEVEL: gl.constexpr):
 
 @gluon.jit
 def _to_middle(inside, sums, totals):
-    """log2 of how many tokens a block has for which its middle serves, and gates [8, 8, 64] from there to each token."""
+    """log2 of how many tokens a block has for which its middle serves, and gates [8, 8, 64] from there to each
+    token."""
     half, before = _all(totals, _PARTS // 2), _before(totals)
     of_chunk, of_block = before - half, gl.where(_parts() & 1 == 1, 0.0, -sums)
     x = inside + of_chunk[:, None, :]
@@ -402,8 +404,8 @@ def _grads_at(
     to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, count, gates,
     LEVEL: gl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens do
-    that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
+    """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens
+    do that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
     e = power(_by_token(gates))
     odd = (gl.arange(0, 64, gl.SliceLayout(1, _CHANNELS)) >> LEVEL) & 1 == 1
     step = gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, _CHANNELS)))[:, None]
@@ -435,7 +437,8 @@ def channel_grads(
     k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg [B, T, H, K] and, of each tile of 64 channels, dbeta [tiles, B, T, H], but of chunks that are `skipped`.
+    """dq, dk, dg [B, T, H, K] and, of each tile of 64 channels, dbeta [tiles, B, T, H], but of chunks that are
+    `skipped`.
 
     dv [B, T, H, V], v_new N^T, and the S^T around the chunk are what the walks left.
     """

@@ -408,6 +408,12 @@ KERNELS = [
          "each tile adds the products of errors", _CHUNKS + "[errors]"),
         ("gl.minimum(gl.maximum(exponent, 28), 226), 127)", "127, 127)", "gradients of pairs have no unit",
          "tests/test_hopper_channels.py::test_gradients_of_any_size[-60]"),
+        ("gl.where(closed, 0.0, found).to", "found.to", "closed gates have gradients", _CHUNKS + "[one is closed]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/calls.py",
+        ('*([str(gate)] if by_channel else [])', "*()", "gates are read in vectors that do not lie so",
+         "tests/test_launch_plan.py::test_gates_of_channels_are_copied_where_vectors_of_them_do_not_lie_so[spread]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_walks.py",

@@ -18,6 +18,7 @@ from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.planning.generated_plan import GeneratedPlan
 from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.devices import of_arch
+from flexsp.kernels.delta.calls import launch_plan_of
 from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 from flexsp.kernels.diagonal.tiling import make_tiling
 from flexsp.kernels.executable import CallSpec, Executable
@@ -219,6 +220,20 @@ def test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_b
     do, copied = _read_as_gradient(given, tensors["k"])
     assert torch.equal(do, tensors["k"]) and copied == (lies != "turned")
     assert _read_as_gradient(given, tensors["k"], vectors=False)[1] is False
+
+
+@pytest.mark.parametrize("lies", ["shifted", "spread", "well"])
+def test_gates_of_channels_are_copied_where_vectors_of_them_do_not_lie_so(lies: str) -> None:
+    x = {name: torch.empty(1, 64, 2, 64, dtype=torch.bfloat16) for name in "qkvg"}
+    if lies == "shifted":
+        x["g"] = torch.empty(64 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 64, 2, 64)
+    elif lies == "spread":
+        x["g"] = torch.empty(1, 64, 2, 73, dtype=torch.bfloat16)[..., :64]
+    x["beta"] = torch.empty(1, 64, 2, dtype=torch.bfloat16)
+    given = CallSpec([*x], 3, x, None)
+    with mock.patch("flexsp.kernels.delta.calls.runs_gluon", return_value=True):
+        launch_plan_of(given, "beta", "g", 1.0, False, 0, False, False, "a call", "vector_gated_delta")
+    assert given.copied == ([] if lies == "well" else ["g"])
 
 
 def _read_as_gradient(given: CallSpec, do: torch.Tensor, vectors: bool = True) -> tuple[torch.Tensor, bool]:

@@ -19,6 +19,7 @@ from flexsp.testing.bounds import within_tensors
 from flexsp.testing.offline import compile_launches, record_launches
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
+from tests.marks import slow
 
 Tensor = torch.Tensor
 SHAPES = [(3, 7, 2), (1, 40, 3, 5), (2, 9, 3, 20), (1, 70, 2, 130)]
@@ -79,8 +80,13 @@ def _errors(seed: int, dtype: torch.dtype) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("tokens", [4, 1000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [
+        (torch.float32, 4), (torch.bfloat16, 1000),
+        *slow((torch.float32, 1000), (torch.float16, 4), (torch.float16, 1000), (torch.bfloat16, 4)),
+    ],
+)  # fmt: skip
 def test_against_float64(dtype: torch.dtype, tokens: int) -> None:
     (found,) = run_ranks(errors, 1, random.randrange(2**31), dtype, tokens, env=INTERPRETED)
     assert all(error < 16 * eps for error, eps in found), max((error / eps, error) for error, eps in found)

@@ -19,4 +19,4 @@ def merge(q, k, v, g, chunk_state, scale):
 
 
 inputs = {"q": "THK", "k": "THK", "v": "THV"}
-make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped="g", lowerings=[GATED_KEYS])
+make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped=["g"], lowerings=[GATED_KEYS])

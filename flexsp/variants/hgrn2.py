@@ -17,4 +17,4 @@ def merge(q, v, g, chunk_state, scale):
     return (decayed_scores(q, -g.expm1(), b) @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-make = maker(chunk, decay, merge, {"q": "THK", "v": "THV"}, {"g": "THK"}, clamped="g")
+make = maker(chunk, decay, merge, {"q": "THK", "v": "THV"}, {"g": "THK"}, clamped=["g"])

@@ -17,4 +17,4 @@ def merge(q, k, v, g, u, chunk_state, scale):
     return (scores @ v + (q * b.exp()) @ chunk_state) * scale
 
 
-make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "THK", "u": "HK"}, clamped="g")
+make = maker(chunk, decay, merge, {"q": "THK", "k": "THK", "v": "THV"}, {"g": "THK", "u": "HK"}, clamped=["g"])

@@ -34,4 +34,4 @@ def merge(q, k, v, b, g, u, w, chunk_state, scale):
 
 
 inputs = {"q": "THK", "k": "THK", "v": "THV", "a": "THK", "b": "THK"}
-make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped="g")
+make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped=["g"])

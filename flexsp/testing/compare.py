@@ -38,8 +38,6 @@ __all__ = [
 
 FLOAT64_BOUND = 4096 * torch.finfo(torch.float64).eps  # the oracle itself rounds: T operations in another order
 FLOAT32_ROUNDING = torch.finfo(torch.float32).eps
-_LEAST_OF_FEW = 32 * FLOAT32_ROUNDING
-"""Credited where there are few numbers, sums over tokens: the reference is nearer to the oracle now and then."""
 FEW = 1024
 ROWS = 32  # of as many errors each, one sum of squares in 10^4 is more than 4 times another
 DRAWS = 4
@@ -205,7 +203,7 @@ def _credits(low: Sequence[Mapping[str, torch.Tensor]], want: Sequence[Mapping[s
     # Errors near 1 are gradients that vanish, such as a closed gate's, and say nothing about the others.
     worst = max((error for each in errors.values() for error in each if error < 0.1), default=0.0)
     own = {name: max(errors[name]) for name, x in want[0].items() if _rows(x) < ROWS}
-    return own | dict.fromkeys(_few(want[0]), max(worst, _LEAST_OF_FEW))
+    return own | dict.fromkeys(_few(want[0]), worst)
 
 
 def _rows(x: torch.Tensor) -> float:

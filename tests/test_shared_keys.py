@@ -32,7 +32,7 @@ def test_of_mamba2(programs: int, pieces: int) -> None:
         Run("mamba2_groups", Shape(B=1, T=69, H=4, K=V, V=K, states=7), bounds=BOUNDS, segments=segments, **how),
         Run("mamba2_groups", Shape(B=1, T=45, H=4, K=K, V=V), torch.bfloat16, strided=True, **how),
         Run("mamba2", Shape(B=1, T=45, H=3, K=K, V=V), torch.float16, bounds=(0, 20, 45), **how),
-        Run("mamba2_groups", Shape(B=1, T=39, H=4, K=K, V=1, states=4), bounds=(0, 0, 3, 36, 39), **how),
+        Run("mamba2_groups", Shape(B=1, T=39, H=16, K=K, V=1, states=4), bounds=(0, 0, 3, 36, 39), **how),
     )
 
 

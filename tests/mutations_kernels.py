@@ -409,6 +409,8 @@ KERNELS = [
         ("gl.minimum(gl.maximum(exponent, 28), 226), 127)", "127, 127)", "gradients of pairs have no unit",
          "tests/test_hopper_channels.py::test_gradients_of_any_size[-60]"),
         ("gl.where(closed, 0.0, found).to", "found.to", "closed gates have gradients", _CHUNKS + "[one is closed]"),
+        ("gl.where(gate < GATE_MIN, GATE_MIN, gate) * LOG2E", "gate * LOG2E", "closed gates are not clamped",
+         _CHUNKS + "[all close]"),
     ),
     *_in(
         "flexsp/kernels/delta/calls.py",

@@ -64,6 +64,7 @@ def gates(call: Call, made: torch.Generator) -> torch.Tensor:
         "none": 0.0 * mild, "mild": mild, "large keys": mild, "to the middle": 0.1 * mild - 1.6, "strong": strong,
         "very strong": 6.0 * strong,
         "one is closed": torch.where((t % 64 == 37) & (k == 11), -1e4, 0.1 * mild),
+        "all close": torch.where(t % 64 == 34, -1e9, strong),  # sums of gates that are not clamped lose what follows
         "strong in one channel": torch.where(k % 64 == 23, strong, 0.1 * mild),
         "early": torch.where(t % 64 == 1, -80.0, 0.1 * mild), "late": torch.where(t % 64 == 62, -80.0, 0.1 * mild),
         "tiles differ": torch.where(k < 64, mild, 0.03 * mild + torch.where(k % 5 == 3, strong, 0.0)),
@@ -230,6 +231,7 @@ CALLS = {
     "strong": Call("strong", (BLOCK,), T=61, V=128), "very strong": Call("very strong", (TOKEN,), T=61),
     "one is closed": Call("one is closed", (TOKEN,)),
     "one is closed, of 128": Call("one is closed", (TOKEN, CHUNK), 128, 64, 127, kind=BF16),
+    "all close": Call("all close", (TOKEN,)),
     "one closes, others are strong": Call("one closes, others are strong", (TOKEN,), V=128),
     "strong in one channel": Call("strong in one channel", (BLOCK,), T=100),
     "early": Call("early", (TOKEN,)), "late": Call("late", (TOKEN,)),

@@ -309,7 +309,7 @@ def channel_scores(
             largest = _larger(largest, gl.reduce(gl.reduce(_by_token(gate), 1, _larger), 0, _larger))
         inside, sums = _summed(gate)
         totals.store(sums)
-        gl.thread_barrier()
+        gl.thread_barrier()  # sums of other parts are read below
         size, x = _to_middle(inside, sums, totals)
         x = _by_token(x)
         qe.store((ks.load(_CHANNELS).to(gl.float32) * power(-x)).to(gl.bfloat16))
@@ -318,7 +318,7 @@ def channel_scores(
         product, found = warpgroup_mma_wait(0, [_product(qe, ke.permute((1, 0))), found])
         meets = levels.load(_PRODUCTS).to(gl.float32)
         found += gl.where((meets >= 8) & (meets < size + 8), product, 0.0)
-        gl.thread_barrier()
+        gl.thread_barrier()  # all warps have waited for the product that reads ke
         ke.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
         visible()
         product, found = warpgroup_mma_wait(0, [_product(ke, qe.permute((1, 0))), found])
@@ -342,7 +342,7 @@ def channel_scores(
         ks.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
         columns = gl.arange(0, _N, gl.SliceLayout(0, gl.SliceLayout(1, _IN_PARTS)))[None, :]
         gl.store(decay + at * K + n * _N + columns, power(_all(totals, _PARTS)))
-        gl.thread_barrier()
+        gl.thread_barrier()  # rows in memory are other threads' numbers
         store(reads + at * C * K + n * _N, qs.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
         store(w + at * C * K + n * _N, ke.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
         store(writes + at * C * K + n * _N, ks.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
@@ -413,7 +413,7 @@ def _grads_at(
     es.store(e.to(gl.bfloat16))
     qe.store((qs.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
     ke.store((ks.load(_CHANNELS).to(gl.float32) * e * step).to(gl.bfloat16))
-    gl.thread_barrier()
+    gl.thread_barrier()  # so that masks of pairs are not made beside what is above: registers
     _choose(chosen, scores, pairs, count, LEVEL, True)
     visible()
     scores, pairs = chosen.index(0), chosen.index(1)
@@ -500,16 +500,16 @@ def channel_grads(
     arrived(0)
     inside, sums = _summed(_gates(gates))
     totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS, sums)
-    factors = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS)
-    gl.thread_barrier()
+    factors = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS)  # made as gates lie, read as products lie
+    gl.thread_barrier()  # sums of other parts are read below
     factors.store(power(_by_token(inside + _before(totals)[:, None, :])))
     edge = gl.allocate_shared_memory(gl.float32, [1, _N], _TOTALS, power(_all(totals, _PARTS)))
-    gl.thread_barrier()
+    gl.thread_barrier()  # factors are other threads'
     to_q = to_q * factors.load(_PRODUCTS) * (scale * unit)
     to_k = to_k * factors.load(_PRODUCTS) * -unit
-    gl.thread_barrier()
+    gl.thread_barrier()  # all have read the factors
     factors.store(power(_by_token((sums + _beside(totals, _LEVELS))[:, None, :] - inside)))
-    gl.thread_barrier()
+    gl.thread_barrier()  # and here they are others
     to_p = to_p * factors.load(_PRODUCTS) * unit
     of_gates = to_q * _read(qs) + to_k * _read(ks)
     step = steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
@@ -519,7 +519,7 @@ def channel_grads(
     to_p = to_p * step
     kept = kept * edge.load(kept.type.layout) * unit + _column_sums(to_p)
     of_gates -= to_p
-    gl.thread_barrier()
+    gl.thread_barrier()  # all have read the chunk's decay
     edge.store(gl.sum(kept, axis=0)[None, :])  # what passes the whole chunk, and all that its tokens write
 
     block, x = _to_middle(inside, sums, totals)
@@ -527,7 +527,7 @@ def channel_grads(
     es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
     pe, chosen = tiles(1, C, _N).index(0), tiles(2, C, _N)
     count = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, gl.arange(0, C, _TOKENS))
-    gl.thread_barrier()
+    gl.thread_barrier()  # `_choose` reads it
     qe.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
     ke.store((ks.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
     own_beta = steps.load(gl.SliceLayout(1, _CHANNELS))[:, None]

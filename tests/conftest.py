@@ -6,17 +6,16 @@ import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 import zlib
 from pathlib import Path
 
 import pytest
-import torch
 
-from flexsp.testing import close_pools
 from tests.harness.jobs import LONGEST, TOOLS
 
-torch.set_num_threads(1)
+# Neither torch nor flexsp is imported here: the process that deals out the tests would wait for them.
 
 
 def _session_seed() -> int:
@@ -57,7 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector need not look at all that was imported, again and again."""
+    """One thread, as ranks have. The garbage collector need not look at all that was imported, again and again."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
@@ -65,6 +67,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
     """Seeds torch and random for this test; a failing test shows the number, FLEXSP_TEST_SEED repeats it."""
+    import torch
+
     print(f"FLEXSP_TEST_SEED={SEED}")
     value = zlib.crc32(request.node.nodeid.encode(), SEED)
     torch.manual_seed(value)
@@ -80,6 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pytest_sessionfinish() -> None:
-    close_pools()
+    if ranks := sys.modules.get("flexsp.testing.ranks"):
+        ranks.close_pools()
     if _MADE:
         shutil.rmtree(os.environ["FLEXSP_CODE_DIR"], ignore_errors=True)

@@ -18,6 +18,7 @@ import pytest
 from test_demo import ROOT, SCHEDULE, arguments, rows_of, train, write_text
 
 from flexsp.testing.ranks import run_ranks
+from tests.marks import slow
 
 CONFIGS = ROOT / "torchrun_configs"
 ENVIRONMENT = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -129,12 +130,14 @@ def two_namespaces() -> Iterator[list[tuple[list[str], dict[str, str]]]]:
         ]
 
 
-def test_two_hosts_in_network_namespaces(one_rank: Path) -> None:
-    command = [str(CONFIGS / "two_hosts.sh"), "2", *options(one_rank, "hosts")]
+@pytest.mark.parametrize("ranks", [1, *slow(2)])
+def test_two_hosts_in_network_namespaces(one_rank: Path, ranks: int) -> None:
+    """So many ranks a host. Where a host has several, which is the first is seen in `test_slurm`."""
+    command = [str(CONFIGS / "two_hosts.sh"), str(ranks), *options(one_rank, f"hosts of {ranks}")]
     with two_namespaces() as hosts:
         meet = {"RENDEZVOUS": "192.0.2.1:29500"}
         run_together([[*inside, *command] for inside, _ in hosts], [environment | meet for _, environment in hosts])
-    check(one_rank, "hosts", 4)
+    check(one_rank, f"hosts of {ranks}", 2 * ranks)
 
 
 # ---------------------------------------------------------------- SLURM and GPUs, as far as they go without either

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,18 +217,28 @@ def sums_in_float32() -> Iterator[None]:
 
 def of_functions(run: Run, problem: Problem, cotangents: Cotangents) -> list[Tensors]:
     """What the functions give in PyTorch, products of matrices with operands in the run's dtype. All cotangents but the
-    first meet inputs that are a rounding off: where a variant magnifies that, kernels may too."""
-    given, made = problem.tokens | problem.params, torch.Generator().manual_seed(random.randrange(2**31))
+    first meet inputs that are a rounding off: where a variant magnifies that, kernels may too.
+
+    Heads know nothing of each other, so one call answers all: each pair of cotangents has heads of its own.
+    """
+    made, n = torch.Generator().manual_seed(random.randrange(2**31)), len(cotangents)
+    axes = {"o": 2, "final": 1, "prev_s": 1} | dict.fromkeys(problem.tokens, 2) | dict.fromkeys(problem.params, 0)
+    given = problem.tokens | problem.params
     leaves = {name: x.to(torch.float32 if wide(name) else run.dtype, copy=True) for name, x in given.items()}
     leaves["prev_s"] = problem.initial.float()
-    model = functions_of(run.name, run.H, run.K, run.V, run.chunk)
+    leaves = {
+        name: torch.cat([x, *(a_rounding_off(x, made, torch.float32) for _ in range(1, n))], axes[name])
+        for name, x in leaves.items()
+    }
+    do, dfinal = (torch.cat([each[i] for each in cotangents], axes[x]) for i, x in enumerate(("o", "final")))
+    model = functions_of(run.name, n * run.H, run.K, run.V, run.chunk)
     cu = None if run.bounds is None else torch.tensor(run.bounds)
-    found, of = [], leaves
-    with RoundedProducts(run.dtype), sums_in_float32():
-        for each in cotangents:
-            found += differentiated(lambda given: model(**given, cu_seqlens=cu, sp=False), of, [each])
-            of = {name: a_rounding_off(x.detach(), made, torch.float32) for name, x in leaves.items()}
-    return found
+    # operands of float32 are as they are, and looking at every operator takes longer than the operators
+    with nullcontext() if run.dtype == torch.float32 else RoundedProducts(run.dtype), sums_in_float32():
+        (found,) = differentiated(lambda given: model(**given, cu_seqlens=cu, sp=False), leaves, [(do, dfinal)])
+    axes |= {f"d{name}": axis for name, axis in axes.items()} | {"dinitial": 1}
+    parts = {name: x.chunk(n, axes[name]) for name, x in found.items()}
+    return [{name: x[i] for name, x in parts.items()} for i in range(n)]
 
 
 def cotangents_of(run: Run, problem: Problem) -> Cotangents:

@@ -224,6 +224,8 @@ KERNELS = [
          _REFERENCE + "test_a_row_that_outweighs_all_others_has_one_error[one row]"),
         ("if _rows(x) < ROWS", "if True", "every tensor is credited with its largest error",
          _REFERENCE + "test_a_row_that_outweighs_all_others_has_one_error[all rows]"),
+        ("and not 2 * report.error <= report.bound", "and not report.error <= report.bound", "luck with one cotangent decides",
+         _REFERENCE + "test_few_numbers_near_their_bound_are_asked_for_again[0.7]"),
         ("_pooled(got), _pooled(want[:n])", "_pooled(got[:1]), _pooled(want[:1])", "one cotangent tells", _SUMS),
     ),
     *_in(

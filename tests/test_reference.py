@@ -15,7 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.testing import oracles
 from flexsp.testing.cases import Case, Shape, random_documents
-from flexsp.testing.compare import RoundedProducts, assert_close, check_functions, check_op, judge, relative_error
+from flexsp.testing.compare import (
+    DRAWS,
+    RoundedProducts,
+    assert_close,
+    check_functions,
+    check_op,
+    judge,
+    relative_error,
+)
 from flexsp.testing.delta_chunks import delta_chunks
 from flexsp.testing.problems import check, draw, solve, solve_all
 from tests.harness.diagonal import weighed, writing
@@ -297,6 +305,31 @@ def test_errors_of_running_sums_are_averaged_over_cotangents() -> None:
     assert {report.name: report.ok for report in judge(got[:1], want, low, {})} == {"dg": False, "dq": False}
     low[0] = {name: x.float() for name, x in want[0].items()}
     assert {report.name: report.ok for report in judge(got, want, low, {})} == {"dg": True, "dq": False}
+
+
+@pytest.mark.parametrize("share", [0.25, 0.7])
+def test_few_numbers_near_their_bound_are_asked_for_again(share: float) -> None:
+    """The op answers more cotangents if its gradients of gates are off by more than half of their bound."""
+    inputs, errors, asked = make(T=150, states=2), [0.0], itertools.count()
+
+    def op(g: torch.Tensor, output_final_state: bool, **rest: torch.Tensor) -> Any:
+        def off(grad: torch.Tensor) -> torch.Tensor:
+            next(asked)
+            return grad * (1 + errors[-1])
+
+        same = g.double() * 1
+        same.register_hook(off)
+        o, final = oracle(g=same, **{name: x.double() for name, x in rest.items()})
+        return o.to(rest["q"].dtype), final.float()
+
+    (bound,) = (x.bound for x in check_op(op, oracle, inputs, dtype=torch.bfloat16) if x.name == "dg")
+    errors.append(share * bound)
+    first = next(asked)
+    check_op(op, oracle, inputs, dtype=torch.bfloat16)
+    assert first == 1 and next(asked) - first == 2 + (DRAWS if share > 0.5 else 0)
+    errors.append(2 * bound)
+    with pytest.raises(AssertionError, match="^dg: error"):
+        check_op(op, oracle, inputs, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("wrong", ["one row", "all rows"])

@@ -159,7 +159,8 @@ def check_op(
         arrange: changes the strides, not the values, of each input tensor before the op sees it.
         gradients: False compares the forward pass only.
         low_engine: what makes the low-precision reference, `low_precision` unless the op is another algorithm.
-        draws: how many cotangents the reference answers, of which the op answers the first `DRAWS`.
+        draws: how many cotangents the reference answers. The op answers the first one; and the first `DRAWS` where a
+            tensor of few numbers is nearer to its bound than to the oracle, so that luck with one decides nothing.
         credit: an error that the low-precision reference is credited with in every tensor.
 
     Returns:
@@ -173,7 +174,8 @@ def check_op(
 
     runs = partial(_run, inputs=rounded, gradients=gradients)
     seeds = [seed] if dtype == torch.float64 else [seed + i for i in range(draws)]
-    gots = runs(lambda **kw: op(**kw, **op_kwargs), None, device, arrange, seeds[:DRAWS])
+    answers = partial(runs, lambda **kw: op(**kw, **op_kwargs), None, device, arrange)
+    gots = answers(seeds[:1])
     want = runs(lambda **kw: oracle(**kw, engine=token_loop), torch.float64, "cpu", None, seeds)
     lows: list[dict[str, torch.Tensor]] = []
     if dtype != torch.float64:
@@ -188,7 +190,10 @@ def check_op(
         if gots[0][name].dtype != x.dtype:
             raise AssertionError(f"{name}: {gots[0][name].dtype} instead of {x.dtype}")
     credits = _credits(lows, want) if lows else {}
-    reports = _judged(gots, want, lows, {name: max(credits.get(name, 0.0), credit) for name in want[0]})
+    credits = {name: max(credits.get(name, 0.0), credit) for name in want[0]}
+    reports, few = _judged(gots, want, lows, credits), _few(want[0])
+    if lows and any(report.name in few and not 2 * report.error <= report.bound for report in reports):
+        reports = _judged(answers(seeds[:DRAWS]), want, lows, credits)
     _raise_unless_ok(reports)
     return reports
 

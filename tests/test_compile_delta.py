@@ -36,6 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128, two keys a token, packed": {"K": 128, "V": 128, "steps": 2, "packed": True},
     "bf16 64, many heads": {"name": "deltanet", "K": 64, "V": 64, "H": 256},
     "bf16 64, many heads, packed": {"name": "deltanet", "K": 64, "V": 64, "H": 256, "packed": True},
+    "bf16 64, many heads, packed, walks": {
+        "name": "deltanet", "K": 64, "V": 64, "H": 256, "packed": True, "only": ("forward", "backward", "grads"),
+    },
     "bf16 64, many heads, gates of channels": {
         "name": "vector_gated_delta", "K": 64, "V": 64, "H": 256, "only": ("forward", "backward"),
     },
@@ -76,7 +79,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = [
-    "bf16 128", "bf16 64, many heads, packed", "bf16 128, gates of channels", "bf16 64, many heads, gates of channels",
+    "bf16 128", "bf16 64, many heads, packed, walks", "bf16 128, gates of channels",
+    "bf16 64, many heads, gates of channels",
 ]  # fmt: skip
 NO_DECAY = ["bf16 128, no decay"]
 SHARED = ["many heads, gates of channels"]

@@ -31,6 +31,8 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
 
+    divides: ClassVar[bool] = False
+
     growth: str | None
 
     def settled(self) -> dict[str, Any]:

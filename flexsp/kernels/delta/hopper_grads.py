@@ -29,13 +29,14 @@ __all__ = ["grads"]
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks", "before", "held"])
 def grads(
-    q, k, do, dv, chunk_beta, v_new, gates, gain, entering, leaving, dq, dk, parts, table,
+    q, k, do, dv, chunk_beta, v_new, gates, gain, norms, entering, leaving, dq, dk, parts, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, before, held, scale,
-    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.grads.grads`, with dv, v_new and states as `hopper_walks` left them: of `held`
-    chunks, the first of them behind `before` others."""
+    chunks, the first of them behind `before` others. NORM: q and k are to be divided by their norms, of which `norms` are
+    as `wy_inverse` left them, and dq and dk are divided by them, too."""
     begin(PDL)
     TILES: gl.constexpr = K // BK
     CK: gl.constexpr = by_sum(BK)
@@ -64,6 +65,11 @@ def grads(
     r = gl.arange(0, C, gl.SliceLayout(1, CK))
     below = i[:, None] > j[None, :]
     w = gl.load(chunk_beta + at * C + r)
+    of_query = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, CK))
+    of_key = of_query
+    if NORM:
+        of_query = gl.load(norms + at * C + r)
+        of_key = gl.load(norms + (n_chunks * C).to(gl.int64) * gl.num_programs(1) + at * C + r)
     decay = gl.where(below, 1.0, 0.0)
     kept = 0.0
     from_start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, CK))
@@ -83,14 +89,14 @@ def grads(
     to_p, to_k, to_q = begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)
     reads, pairs = warpgroup_mma_wait(3, [reads, pairs])
     own = gl.sum(gl.where(i[:, None] == j[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
-    own = gl.convert_layout(own, gl.SliceLayout(1, CK))
+    own = gl.convert_layout(own, gl.SliceLayout(1, CK)) * of_query
     of_errors = gl.sum(gl.where(i[:, None] == j[None, :], pairs, 0.0), axis=1)
     of_errors = gl.convert_layout(of_errors, gl.SliceLayout(1, CK))
     part = parts + (tile * gl.num_programs(1) + row) * n_chunks * C + c * C
     by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
     gl.store(part + r, gl.where(tile == 0, of_errors / w, 0.0), mask=by_errors)  # no register is left to keep it in
-    reads_s = shared(reads * decay * scale)
-    pairs_s = shared(pairs * -decay)
+    reads_s = shared(reads * decay * gl.convert_layout(of_query * scale, gl.SliceLayout(1, CC))[:, None])
+    pairs_s = shared(pairs * decay * gl.convert_layout(-of_key, gl.SliceLayout(1, CC))[:, None])
     if GATED:
         whole: gl.constexpr = by_row(BK)
         both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
@@ -103,12 +109,13 @@ def grads(
     S._keep_alive()
     dS._keep_alive()
     kc = ks.load(CK).to(gl.float32)
-    pc = (kc * w[:, None]).to(gl.bfloat16)  # rounded once: what pairs of tokens add to dg cancels in the sums below
+    written = w * of_key
+    pc = (kc * written[:, None]).to(gl.bfloat16)  # rounded once: what pairs of tokens add to dg cancels in the sums below
     ps = shared(pc)
     pc = pc.to(gl.float32)
     to_p = to_p * to_end[:, None]
-    to_k = to_k * -from_start[:, None]
-    to_q = to_q * (from_start * scale)[:, None]
+    to_k = to_k * -(from_start * of_key)[:, None]
+    to_q = to_q * (from_start * scale * of_query)[:, None]
     visible()
     to_q = warpgroup_mma(reads_s, ps, to_q, is_async=True)
     to_k = warpgroup_mma(pairs_s, ps, to_k, is_async=True)
@@ -122,8 +129,8 @@ def grads(
     store_tokens(dq + (b * (T // STEPS) * H + h) * K + k0, to_q, start, length, C, BK, H * K, STEPS)
     to_p += by_pairs + own[:, None] * qc
     by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
-    gl.store(part + r, gl.sum(to_p * kc, axis=1), mask=~by_errors)
-    to_k += to_p * w[:, None]
+    gl.store(part + r, gl.sum(to_p * kc, axis=1) * of_key, mask=~by_errors)
+    to_k += to_p * written[:, None]
     store(dk + ((b * T + start) * H + h) * K + k0, to_k, length, C, BK, H * K)
     if GATED:
         of_gates = (TILES * n_chunks * C).to(gl.int64) * gl.num_programs(1)

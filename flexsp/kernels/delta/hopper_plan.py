@@ -12,7 +12,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["WARP", "HopperPlan"]
 
-_WARPS, _WY_INVERSE = Launch(64, 4, 1), Launch(0, 1, 1, registers=192)
+_WARPS, _WY_INVERSE, _OF_ANY_KEYS = Launch(64, 4, 1), Launch(0, 1, 1, registers=192), Launch(0, 1, 1, registers=208)
 WARP = Launch(0, 1, 1, registers=168)
 
 
@@ -21,9 +21,11 @@ class HopperPlan(DeltaPlan):
 
     Attributes:
         chunks_within_horizon: how many chunks of a segment count, at its end and at its start.
-        decays: of tokens, to the start and to the end of their chunks.
+        decays: what walks multiply the products with queries and keys by; `chunk_beta` is all if None.
         walk_keys: queries, keys that read, and keys that write if they are others.
     """
+
+    divides: ClassVar[bool] = True
 
     chunks_within_horizon: str | None
     decays: str | None
@@ -40,7 +42,8 @@ class HopperPlan(DeltaPlan):
         counted = found["transition_nonzero"] is not None and found["scanned"]
         return found | {
             "chunks_within_horizon": "@chunks_within_horizon" if counted else None,
-            "decays": None if self.gate is None else "@decays", "walk_keys": ["q", "k", None],
+            "decays": None if self.gate is None and found["norms"] is None else "@decays",
+            "walk_keys": ["q", "k", None],
         }  # fmt: skip
 
     def _before_states(self) -> list[LaunchSpec]:
@@ -56,10 +59,10 @@ class HopperPlan(DeltaPlan):
 
     def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["q", "k", self.beta, self.gate]
-        made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain, self.decays, "@scores"]
+        made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain, self.decays, self.norms, "@scores"]
         return self.kernel_launch(
-            "wy_inverse", _WY_INVERSE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
-            reads=named(*names), BOUNDS=self.bounds is not None,
+            "wy_inverse", _WY_INVERSE if self.norms is None else _OF_ANY_KEYS, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            reads=named(*names), BOUNDS=self.bounds is not None, NORM=self.norms is not None,
         )  # fmt: skip
 
     def _walk(
@@ -71,6 +74,7 @@ class HopperPlan(DeltaPlan):
         n_seg, before = (p.n_seg, 0) if part is None else part[:2]
         flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
         grid = panels, p.B * p.H, n_seg
+        flags["NORM"] = self.norms is not None
         return self.kernel_launch(kind, _WARPS, grid, pointers, writes, inputs, counts={"before": before}, **flags)
 
     def _forward(
@@ -126,9 +130,9 @@ class HopperPlan(DeltaPlan):
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
         p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "@parts"]
-        pointers = [*names, "d_v", "@chunk_beta", "@v_new", self.gates, self.gain, "@entering", "@leaving"]
+        pointers = [*names, "d_v", "@chunk_beta", "@v_new", self.gates, self.gain, self.norms, "@entering", "@leaving"]
         spec = self.kernel_launch(
             "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
-            counts={"before": part.chunks_before}, BK=how.cols,
+            counts={"before": part.chunks_before}, BK=how.cols, NORM=self.norms is not None,
         )  # fmt: skip
         return [spec, *self.exact_gradients(part, "@parts", None, self._tiles_of_keys)]

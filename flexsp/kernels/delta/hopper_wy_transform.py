@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flexsp.kernels.gluon import begin, chunk_at, of_gates, of_outputs, power
+from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["inverse", "wy_inverse"]
@@ -37,6 +38,7 @@ _GIVEN = gl.constexpr(
 _BLOCKS = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [16, 64], [1, 0]))
 _TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_EPS = gl.constexpr(EPS)
 
 
 @gluon.jit
@@ -240,6 +242,26 @@ def _pairs(x, k, K: gl.constexpr, OF_KEYS: gl.constexpr):
 
 
 @gluon.jit
+def _inverse_norms(x, own, K: gl.constexpr):
+    """1 / norm of the rows of a tile [C, K] in shared memory, `_TOKENS`; own: room for them."""
+    zeros = gl.zeros([16, 16], gl.float32, _SUMS)
+    sums = zeros, zeros, zeros, zeros
+    for k0 in gl.static_range(0, K, 16):
+        new = _no_tiles()
+        for i in gl.static_range(4):
+            left = x.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
+            right = gl.convert_layout(gl.permute(left, (1, 0)), gl.DotOperandLayout(1, _SUMS, 2))
+            new = new + (mma_v2(left, right, sums[i]),)
+        sums = new
+    i = gl.arange(0, 16, _ROWS)[:, None]
+    j = gl.arange(0, 16, _COLUMNS)[None, :]
+    for n in gl.static_range(4):
+        own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, sums[n], 0.0), axis=1))
+    gl.thread_barrier()
+    return gl.rsqrt(own.load(_TOKENS) + _EPS)
+
+
+@gluon.jit
 def _copy_rows(to, base, stride, start, length, K: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr):
     """Begins to copy a chunk's rows of tokens of STEPS keys, zero at other keys than the last of a token."""
     row, there = of_outputs(start, length, C, STEPS, gl.SliceLayout(1, _MATRIX))
@@ -271,12 +293,16 @@ def _bounds(to, half, x, beta, gate, own):
 
 
 @gluon.jit
-def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here, GATED: gl.constexpr):
+def _weighted(
+    x, m: gl.constexpr, n: gl.constexpr, factors, norms, rows, columns, here, GATED: gl.constexpr, NORM: gl.constexpr
+):  # fmt: skip
     """Block (m, n) of pairs x, with the factors of its columns and decayed; on the diagonal only `here`, else zero.
 
-    factors: of columns; rows, columns: cumulative gates; all block by block.
+    factors: of columns; norms: factors of rows, if NORM; rows, columns: cumulative gates; all block by block.
     """
     found = x[m * (m + 1) // 2 + n] * factors[n][None, :]
+    if NORM:
+        found *= norms[m][:, None]
     if GATED:
         found *= power(rows[m][:, None] - columns[n][None, :])
     if m == n:
@@ -285,18 +311,19 @@ def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here,
 
 
 @gluon.jit
-def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
+def _decayed(x, factors, norms, totals, blocks, tile, GATED: gl.constexpr, NORM: gl.constexpr):
     """N of pairs x, with numbers of tokens in shared memory: betas and cumulative gates.
 
     Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
     inverse is given its zeros.
     """
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
-    factors, rows, columns = _parts(factors, _COLUMNS), _parts(totals, _ROWS), _parts(totals, _COLUMNS)
+    factors, norms = _parts(factors, _COLUMNS), _parts(norms, _ROWS)
+    rows, columns = _parts(totals, _ROWS), _parts(totals, _COLUMNS)
     made = _no_tiles()
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
-            pairs = _weighted(x, m, n, factors, rows, columns, below, GATED)
+            pairs = _weighted(x, m, n, factors, norms, rows, columns, below, GATED, NORM)
             if m == n:
                 blocks.slice(16 * m, 16, dim=1).store(pairs)
             else:
@@ -306,27 +333,34 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
+def _scored(x, factors, norms, totals, scale, tile, GATED: gl.constexpr, NORM: gl.constexpr):
     """Puts the scores of products x into the tile."""
     until = gl.arange(0, 16, _ROWS)[:, None] >= gl.arange(0, 16, _COLUMNS)[None, :]
-    factors, rows, columns = _parts(factors, _COLUMNS), _parts(totals, _ROWS), _parts(totals, _COLUMNS)
+    factors, norms = _parts(factors, _COLUMNS), _parts(norms, _ROWS)
+    rows, columns = _parts(totals, _ROWS), _parts(totals, _COLUMNS)
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
-            _put(tile, _weighted(x, m, n, factors, rows, columns, until, GATED) * scale, m, n)
+            found = _weighted(x, m, n, factors, norms, rows, columns, until, GATED, NORM)
+            _put(tile, found * scale, m, n)
             if m > n:
                 _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def wy_inverse(
-    q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
-    BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, norms, scores, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr,
+    GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 or 128 channels and chunks of 64
     tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
+
+    NORM: queries and keys are to be divided by their norms. Then norms [2, B H, chunks, C] are 1 / norm of queries and
+    keys, and decays [4, ..] what walks multiply by, with norms: e^b without them, where there are gates, then
+    beta e^{b_C - b} and e^b for keys, and scale e^b for queries.
     """
     begin(PDL)
     row = gl.program_id(1).to(gl.int64)
@@ -343,7 +377,10 @@ def wy_inverse(
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
     given = given.to(gl.float32)
     gl.store(chunk_beta + at * C + i, given)
-    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
+    half = (chunks * C).to(gl.int64) * gl.num_programs(1)
+    from_start = gl.full([C], 1.0, gl.float32, _TOKENS)
+    written = given
+    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
     totals = factors
     if GATED:
         token, there = of_gates(start, length, C, STEPS, _TOKENS)
@@ -354,23 +391,43 @@ def wy_inverse(
         gl.store(gates + at * C + i, total)
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
         gl.thread_barrier()
-        gl.store(decays + at * C + i, power(total))
+        from_start = power(total)
+        gl.store(decays + at * C + i, from_start)
         end = totals.slice(C - 1, 1, dim=0).load(_TOKENS)
-        half = (chunks * C).to(gl.int64) * gl.num_programs(1)
-        gl.store(decays + half + at * C + i, given * power(end - total))
+        written = given * power(end - total)
+        if not NORM:
+            gl.store(decays + half + at * C + i, written)
     async_copy.wait_group(0)
+    gl.thread_barrier()
+    of_query, of_key = factors, factors
+    squared = given
+    if NORM:
+        of_query = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+        of_key = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+        asks, reads = _inverse_norms(qs, of_query, K), _inverse_norms(ks, of_key, K)
+        gl.store(norms + at * C + i, asks)
+        gl.store(norms + half + at * C + i, reads)
+        gl.store(decays + half + at * C + i, written * reads)
+        gl.store(decays + 2 * half + at * C + i, from_start * reads)
+        gl.store(decays + 3 * half + at * C + i, from_start * (asks * scale))
+        gl.thread_barrier()  # the squares were read
+        of_query.store(asks)
+        of_key.store(reads)
+        given *= reads
+        squared = given * reads
+    factors.store(given)
     gl.thread_barrier()
     of_queries = _pairs(qs, ks, K, False)
     tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
-    _scored(of_queries, factors, totals, scale, tile, GATED)
+    _scored(of_queries, factors, of_query, totals, scale, tile, GATED, NORM)
     _store(scores + at * C * C, tile, C)
     x = _pairs(ks, ks, K, True)
     if GATED and BOUNDS:
         own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
-        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)
+        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, squared, gate, own)
     gl.thread_barrier()  # the tile was read
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
-    made = _decayed(x, factors, totals, blocks, tile, GATED)
+    made = _decayed(x, factors, of_key, totals, blocks, tile, GATED, NORM)
     gl.thread_barrier()
     squares = _inverted(blocks, made, tile)
     _store(inverse + at * C * C, tile, C)

@@ -83,7 +83,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = [
-    "bf16 128", "bf16 128, any keys", "bf16 64, many heads, packed", "bf16 128, gates of channels", "bf16 64, many heads, gates of channels",
+    "bf16 128", "bf16 128, any keys", "bf16 64, many heads, packed", "bf16 128, gates of channels",
+    "bf16 64, many heads, gates of channels",
 ]  # fmt: skip
 NO_DECAY = ["bf16 128, no decay"]
 SHARED = ["many heads, gates of channels"]

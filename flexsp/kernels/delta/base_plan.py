@@ -98,7 +98,7 @@ class BasePlan(_Buffers):
         inputs: Sequence[str | None] = (), *, kernel: Any = None, reads: Sequence[str] | None = None,
         in_place: Collection[str] = (), counts: Mapping[str, int] | None = None, **constants: Any,
     ) -> LaunchSpec:  # fmt: skip
-        """As `launch`, with the `unit` copies of queries and keys where there are some. Counts and sizes of the call are
+        """As `launch`, with the `unit` copies of queries and keys if there are some. Counts and sizes of the call are
         passed by name: the kernel gets those that it takes.
 
         Args:

@@ -35,8 +35,11 @@ def grads(
     PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.grads.grads`, with dv, v_new and states as `hopper_walks` left them: of `held`
-    chunks, the first of them behind `before` others. NORM: q and k are to be divided by their norms, of which `norms` are
-    as `wy_inverse` left them, and dq and dk are divided by them, too."""
+    chunks, the first of them behind `before` others.
+
+    NORM: q and k are to be divided by their norms, and dq and dk are divided by them too; norms are as `wy_inverse` left
+    them.
+    """
     begin(PDL)
     TILES: gl.constexpr = K // BK
     CK: gl.constexpr = by_sum(BK)
@@ -110,7 +113,8 @@ def grads(
     dS._keep_alive()
     kc = ks.load(CK).to(gl.float32)
     written = w * of_key
-    pc = (kc * written[:, None]).to(gl.bfloat16)  # rounded once: what pairs of tokens add to dg cancels in the sums below
+    # Rounded once: what pairs of tokens add to dg cancels in the sums below.
+    pc = (kc * written[:, None]).to(gl.bfloat16)
     ps = shared(pc)
     pc = pc.to(gl.float32)
     to_p = to_p * to_end[:, None]

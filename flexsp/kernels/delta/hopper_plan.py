@@ -60,8 +60,9 @@ class HopperPlan(DeltaPlan):
     def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["q", "k", self.beta, self.gate]
         made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain, self.decays, self.norms, "@scores"]
+        how = _WY_INVERSE if self.norms is None else _OF_ANY_KEYS
         return self.kernel_launch(
-            "wy_inverse", _WY_INVERSE if self.norms is None else _OF_ANY_KEYS, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            "wy_inverse", how, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
             reads=named(*names), BOUNDS=self.bounds is not None, NORM=self.norms is not None,
         )  # fmt: skip
 

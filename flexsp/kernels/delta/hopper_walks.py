@@ -122,8 +122,8 @@ def _of_sums(sums, C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr):
 
 @gluon.jit
 def _of_gates(sums, betas, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
-    """What products with keys that write are multiplied by: beta e^{b_C - b}, divided by norms if `wy_inverse` did that,
-    a column [64, C]. And e^{b_C}, as S^T is multiplied with it."""
+    """What products with keys that write are multiplied by: beta e^{b_C - b}, with NORM divided by norms, a column [64,
+    C]. And e^{b_C}, as S^T is multiplied with it."""
     columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
     to_end = gl.full([C], 1.0, gl.float32, columns)
     decay = 1.0

@@ -158,7 +158,8 @@ def prepared(
         else:
             check.check_non_positive("g", g, "natural-log gates <= 0")
         tokens["g"] = g
-    return Heads(*heads[:6], norm), tokens
+    B, T, H, HV, K, V, _ = heads
+    return Heads(B, T, H, HV, K, V, norm), tokens
 
 
 def _on_engine(heads: Heads, q: Tensor) -> bool:
@@ -173,6 +174,12 @@ def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) 
     return initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, group, x)
 
 
+def _sizes(heads: Heads) -> Heads:
+    """With plain integers for what programs are made for."""
+    H, HV, K, V = known(*heads[2:6])
+    return Heads(heads.B, heads.T, H, HV, K, V, heads.norm)
+
+
 def run(
     name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
 ) -> tuple[Tensor, Optional]:  # fmt: skip
@@ -181,7 +188,7 @@ def run(
     Args:
         steps: keys of a token. `heads.T` and ``cu_seqlens`` count tokens, not keys.
     """
-    q, heads = tokens["q"], Heads(*heads[:2], *known(*heads[2:6]), heads.norm)
+    q, heads = tokens["q"], _sizes(heads)
     on_engine = _on_engine(heads, q)  # its kernels read grouped heads, divide by norms, and clamp gates
     if not on_engine:
         tokens = tokens | dict(zip("qk", keys(q, tokens["k"], heads), strict=True))

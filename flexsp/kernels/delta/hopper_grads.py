@@ -37,8 +37,7 @@ def grads(
     """As `flexsp.kernels.delta.grads.grads`, with dv, v_new and states as `hopper_walks` left them: of `held`
     chunks, the first of them behind `before` others.
 
-    NORM: q and k are to be divided by their norms, and dq and dk are divided by them too; norms are as `wy_inverse` left
-    them.
+    NORM: q and k are to be divided by their norms, and so are dq and dk; norms are as `wy_inverse` left them.
     """
     begin(PDL)
     TILES: gl.constexpr = K // BK

@@ -44,6 +44,7 @@ _LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
 _CHECKS = "tests/test_kept_checks.py::"
 _GROUPS = "tests/test_grouped_heads.py::test_as_repeated[gated]"
 _ANY_KEYS = "tests/test_hopper_delta.py::test_against_the_token_loop"
+_ANY_CHUNKS = "tests/test_hopper_delta.py::test_chunks_of_any_keys_are_those_of_unit_keys"
 _SHARED = "tests/test_grouped_heads.py::test_decoding_and_dispatch_modes"
 _GROUPS_OVER_RANKS = "tests/test_grouped_heads.py::test_over_ranks[gated]"
 _OPS = "tests/test_ops.py::test_against_the_token_loop"
@@ -444,7 +445,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_wy_transform.py",
         ("        given *= reads\n", "", "scores are of keys of any length", _ANY_KEYS + "[gated]"),
-        ("squared = given * reads", "squared = given", "states grow by keys of any length", _ANY_KEYS + "[growth]"),
+        ("squared = given * reads", "squared = given", "states grow by keys of any length", _ANY_CHUNKS),
         ("store(decays + half + at * C + i, written * reads)", "store(decays + half + at * C + i, written)",
          "keys that write are not divided by norms", _ANY_KEYS + "[gated]"),
     ),

@@ -137,3 +137,41 @@ def test_against_the_token_loop(name: str) -> None:
     (found,) = run_ranks(errors, 1, seed, CALLS[name], own_processes=True, env=INTERPRETED)
     bad = {name: error for name, error in found.items() if not error < BOUND}
     assert not bad, bad
+
+
+def of_chunks(q: torch.Tensor, k: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, norm: bool) -> Tensors:
+    """What `wy_inverse` leaves of one head of T tokens."""
+    from tests.harness.gluon_in_torch import Kernel
+
+    T, K = q.shape
+    chunks = -(-T // 64)
+    shapes = {"inverse": (chunks, 64, 64), "chunk_beta": (chunks, 64), "gates": (chunks, 64), "bounds": (2, chunks),
+              "gain": (chunks,), "decays": (4, chunks, 64), "norms": (2, chunks, 64), "scores": (chunks, 64, 64)}  # fmt: skip
+    half = "inverse", "scores"
+    found = {x: torch.full(n, torch.nan, dtype=torch.bfloat16 if x in half else None) for x, n in shapes.items()}
+    strides = [n for x in (q, k, beta, g) for n in (0, x.stride(0), 0)]
+    Kernel("delta/hopper_wy_transform.py", "wy_inverse")[chunks, 1](
+        q, k, beta, g, *found.values(), q, *strides, T, 1, 0.7, K=K, C=64, GATED=1, BOUNDS=True, NORM=norm,
+        PACKED=False, GROUP=1, STEPS=1, PDL=False,
+    )  # fmt: skip
+    return found
+
+
+def test_chunks_of_any_keys_are_those_of_unit_keys() -> None:
+    """And bounds are not those of long or short keys, where beta makes a state grow."""
+    made = torch.Generator().manual_seed(random.randrange(2**31))
+    q, k = (torch.randn(100, 64, generator=made).bfloat16() for _ in range(2))
+    unit = [x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)]
+    k = k * torch.exp2(torch.arange(100) % 16 - 8)[:, None].bfloat16()
+    beta, g = 3 + torch.rand(100, generator=made), -1.5 * torch.rand(100, generator=made)
+    got = of_chunks(q, k, beta, g, True)
+    want = of_chunks(*(x.bfloat16() for x in unit), beta, g, False)
+    assert float(relative_error(got["bounds"], want["bounds"])) < 1e-2
+    for name in ("inverse", "chunk_beta", "gates", "scores"):
+        assert float(relative_error(got[name].double(), want[name].double())) < 1e-2, name
+    squares = (torch.nn.functional.pad(x.float().square().sum(-1), (0, 28)).view(2, 64) for x in (q, k))
+    of_query, of_key = (1 / (x + 1e-6).sqrt() for x in squares)
+    from_start, to_end = want["decays"][:2]
+    factors = to_end * of_key, from_start * of_key, 0.7 * from_start * of_query
+    for x, y in zip((*got["norms"], *got["decays"][1:]), (of_query, of_key, *factors), strict=True):
+        assert float(relative_error(x, y)) < 1e-5

@@ -16,7 +16,8 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 __all__ = ["HopperChannelPlan"]
 
 _SCORES = Launch(64, 8, 1, registers=128)  # two blocks a multiprocessor
-_GRADS, _HORIZON = Launch(64, 8, 1), Launch(64, 4, 1)
+_GRADS = Launch(64, 8, 1, registers=128)
+_HORIZON = Launch(64, 4, 1)
 
 
 class HopperChannelPlan(HopperPlan, ChannelPlan):

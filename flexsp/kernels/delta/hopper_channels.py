@@ -161,7 +161,7 @@ def _before(totals):
 
 
 @gluon.jit
-def _beside(totals, LEVEL: gl.constexpr):
+def _beside(totals, LEVEL):
     """[8, 64]: for each part the sum of others of its block of 2^LEVEL tokens: of an odd block of those before it, of
     an even one of those behind it."""
     own = _parts() >> (LEVEL - _PART)
@@ -185,7 +185,7 @@ def _within_part(gate, LEVEL: gl.constexpr):
 
 
 @gluon.jit
-def _to_edge(inside, sums, totals, LEVEL: gl.constexpr):
+def _to_edge(inside, sums, totals, LEVEL):
     """Gates [8, 8, 64] between each token and the edge at which its block of 2^LEVEL tokens meets that beside it: those
     of an odd block from its start to the token, those of an even one from behind the token to the end.
 
@@ -193,6 +193,21 @@ def _to_edge(inside, sums, totals, LEVEL: gl.constexpr):
     """
     odd = ((_parts() >> (LEVEL - _PART)) & 1)[:, None, :] == 1
     return gl.where(odd, inside, sums[:, None, :] - inside) + _beside(totals, LEVEL)[:, None, :]
+
+
+@gluon.jit
+def _between(gate, totals, level):
+    """As `_to_edge`, of gates [8, 8, 64] of tokens, for blocks of any level."""
+    inside, sums = _summed(gate)
+    if level == 0:
+        found = _within_part(gate, 0)
+    elif level == 1:
+        found = _within_part(gate, 1)
+    elif level == 2:
+        found = _within_part(gate, 2)
+    else:
+        found = _to_edge(inside, sums, totals, level)
+    return found
 
 
 @gluon.jit
@@ -254,7 +269,7 @@ def _product(x, y):
 
 
 @gluon.jit
-def _scores_at(found, levels, qs, ks, qe, ke, gates, LEVEL: gl.constexpr):
+def _scores_at(found, levels, qs, ks, qe, ke, gates, level):
     """`found`, scores and above the diagonal pairs of keys, with those of the tokens that meet at a level. levels: of
     pairs; gates: to the edges where blocks meet."""
     e = power(_by_token(gates))
@@ -265,7 +280,7 @@ def _scores_at(found, levels, qs, ks, qe, ke, gates, LEVEL: gl.constexpr):
     turned = ke.permute((1, 0))
     of_keys, of_queries, found = warpgroup_mma_wait(0, [_product(ke, turned), _product(qe, turned), found])
     meets = levels.load(_PRODUCTS).to(gl.float32)
-    return found + gl.where(meets == LEVEL, of_queries, gl.where(meets == LEVEL + 8, of_keys, 0.0))
+    return found + gl.where(meets == level, of_queries, gl.where(meets == level + 8, of_keys, 0.0))
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
@@ -324,14 +339,8 @@ def channel_scores(
         product, found = warpgroup_mma_wait(0, [_product(ke, qe.permute((1, 0))), found])
         found += gl.where(levels.load(_PRODUCTS).to(gl.float32) < size, product, 0.0)
         if size < _LEVELS:
-            if size == 0:
-                for level in gl.static_range(_PART):
-                    found = _scores_at(found, levels, qs, ks, qe, ke, _within_part(_gates(gates), level), level)
-                inside, sums = _summed(_gates(gates))
-                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, _PART), _PART)
-            inside, sums = _summed(_gates(gates))
-            for level in gl.static_range(_BLOCK, _LEVELS):
-                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, level), level)
+            for level in range(gl.where(size == 0, 0, _BLOCK), _LEVELS):
+                found = _scores_at(found, levels, qs, ks, qe, ke, _between(_gates(gates), totals, level), level)
         inside, sums = _summed(_gates(gates))
         gl.thread_barrier()  # all warps have waited for products that read what is written over
         e = power(_by_token(inside + _before(totals)[:, None, :]))
@@ -402,7 +411,7 @@ def _column_sums(x):
 @gluon.jit
 def _grads_at(
     to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, count, gates,
-    LEVEL: gl.constexpr,
+    LEVEL,
 ):  # fmt: skip
     """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens
     do that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
@@ -472,16 +481,25 @@ def channel_grads(
     of_scores, of_pairs = warpgroup_mma_wait(0, [_product(of_o, N), _product(of_y, N)])
     i = gl.arange(0, C, gl.SliceLayout(1, _PRODUCTS))
     j = gl.arange(0, C, gl.SliceLayout(0, _PRODUCTS))
-    dbeta += ((tile * (gl.num_programs(1) // H) + b) * T + start) * H + h
+    # Twice the place of a token and whether its dbeta is of errors; -1 where there is no token. In shared memory, not in
+    # registers until the end.
+    token = (((b * T + start + rows) * H + h) * 2).to(gl.int64)
+    by_errors = rows < 0
     if gl.load(gain + at) > ALIKE * length:  # stored at once, and as the diagonal that it is: sums would take registers
+        by_errors = gl.abs(given_beta.to(gl.float32)) > LEAST_BETA
+        places = gl.allocate_shared_memory(gl.int64, [C], _NUMBERS, gl.where(by_errors & (rows < length), token, -1))
+        gl.thread_barrier()  # places are other threads'
+        place = gl.where(i[:, None] == j[None, :], places.load(gl.SliceLayout(1, _PRODUCTS))[:, None], -1)
         beta_c = steps.load(gl.SliceLayout(1, _PRODUCTS))
-        of_errors = (i[:, None] == j[None, :]) & ((gl.abs(beta_c) > LEAST_BETA) & (i < length))[:, None]
-        place = dbeta + (i * H)[:, None] + j[None, :] * 0
-        gl.store(place, gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0), mask=of_errors)
+        of_errors = gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0)
+        gl.store(dbeta + tile * gl.num_programs(1) * T + (place >> 1), of_errors, mask=place >= 0)
+    token = gl.where(rows < length, token + by_errors.to(gl.int64), -1)
+    places = gl.allocate_shared_memory(gl.int64, [C], _NUMBERS, token)
     of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
     of_pairs = gl.where(i[:, None] > j[None, :], -of_pairs, 0.0)
     size, unit = _size(of_scores, of_pairs)  # gradients may be small, and decays make them smaller: in units of size
     scores, pairs = shared(of_scores * unit), shared(of_pairs * unit)
+    sizes = gl.allocate_shared_memory(gl.float32, [1], _NUMBERS, gl.zeros([1], gl.float32, _TOKENS) + size)
     arrived(0)
     to_p, to_k, to_q = _product(N.permute((1, 0)), dS), _product(of_y, S), _product(of_o, S)
     kept = _column_sums(_read(S.slice(0, C)) * _read(dS.slice(0, C)))
@@ -522,6 +540,7 @@ def channel_grads(
     gl.thread_barrier()  # all have read the chunk's decay
     edge.store(gl.sum(kept, axis=0)[None, :])  # what passes the whole chunk, and all that its tokens write
 
+    inside, sums = _summed(_gates(gates))
     block, x = _to_middle(inside, sums, totals)
     x = _by_token(x)
     es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
@@ -546,46 +565,38 @@ def channel_grads(
     found, to_k, of_gates = warpgroup_mma_wait(0, [found, to_k, of_gates])
     of_gates -= found * _read(pe)
     found = found * _read(fs)
-    to_k += found * step
+    to_k += found * steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
     to_beta += _row_sums(found * _read(ks))
     if block < _LEVELS:
         both = shared(pairs.load(_PRODUCTS) + pairs.permute((1, 0)).load(_PRODUCTS))
-        if block == 0:
-            for level in gl.static_range(_PART):
-                to_q, to_k, to_beta, of_gates = _grads_at(
-                    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                    _within_part(_gates(gates), level), level,
-                )  # fmt: skip
-            inside, sums = _summed(_gates(gates))
+        for level in range(gl.where(block == 0, 0, _BLOCK), _LEVELS):
             to_q, to_k, to_beta, of_gates = _grads_at(
                 to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                _to_edge(inside, sums, totals, _PART), _PART,
-            )  # fmt: skip
-        for level in gl.static_range(_BLOCK, _LEVELS):
-            inside, sums = _summed(_gates(gates))
-            to_q, to_k, to_beta, of_gates = _grads_at(
-                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                _to_edge(inside, sums, totals, level), level,
+                _between(_gates(gates), totals, level), level,
             )  # fmt: skip
     to_beta = gl.sum(gl.sum(to_beta, axis=2), axis=1)
-    rows = gl.arange(0, C, to_beta.type.layout)
-    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(steps.load(to_beta.type.layout)) > LEAST_BETA)
-    gl.store(dbeta + rows * H, to_beta * size, mask=(rows < length) & ~by_errors)
+    place = places.load(to_beta.type.layout)
+    dbeta += tile * gl.num_programs(1) * T
+    gl.store(dbeta + (place >> 1), to_beta * sizes.load(to_beta.type.layout), mask=(place >= 0) & (place & 1 == 0))
     gl.thread_barrier()  # all warps have read what is written over
+    size = sizes.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
     qs.store((to_q * size).to(gl.bfloat16))
     ks.store((to_k * size).to(gl.bfloat16))
     last = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS, of_gates)
     gl.thread_barrier()
-    to = ((b * T + start) * H + h) * K + k0
-    store(dq + to, qs.load(by_row(_N, _WARPS)), length, C, _N, H * K, _WARPS)
-    store(dk + to, ks.load(by_row(_N, _WARPS)), length, C, _N, H * K, _WARPS)
+    L: gl.constexpr = by_row(_N, _WARPS)
+    place = (places.load(gl.SliceLayout(1, L)) >> 1)[:, None]
+    to = place * K + k0 + gl.arange(0, _N, gl.SliceLayout(0, L))[None, :]
+    gl.store(dq + to, qs.load(L), mask=place >= 0)
+    gl.store(dk + to, ks.load(L), mask=place >= 0)
     of_gates = _by_part(last.load(_CHANNELS))
     inside, sums = _summed(of_gates)
     totals.store(sums)
     gl.thread_barrier()
     found = of_gates + ((sums + _beside(totals, _LEVELS))[:, None, :] - inside)  # of the token and those behind it
-    found = _by_token(found + edge.load(gl.SliceLayout(1, _IN_PARTS))[:, None, :]) * size
+    found = _by_token(found + edge.load(gl.SliceLayout(1, _IN_PARTS))[:, None, :])
+    found *= sizes.load(gl.SliceLayout(1, _CHANNELS))[:, None]
     closed = gates.load(_CHANNELS).to(gl.float32) < GATE_MIN
-    tokens = gl.arange(0, C, gl.SliceLayout(1, _CHANNELS))
-    place = dg + to + _places(H * K)
-    gl.store(place, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=(tokens < length)[:, None])
+    place = (places.load(gl.SliceLayout(1, _CHANNELS)) >> 1)[:, None]
+    to = place * K + k0 + gl.arange(0, _N, gl.SliceLayout(0, _CHANNELS))[None, :]
+    gl.store(dg + to, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=place >= 0)

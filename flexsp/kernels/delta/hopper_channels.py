@@ -339,8 +339,11 @@ def channel_scores(
         product, found = warpgroup_mma_wait(0, [_product(ke, qe.permute((1, 0))), found])
         found += gl.where(levels.load(_PRODUCTS).to(gl.float32) < size, product, 0.0)
         if size < _LEVELS:
-            for level in range(gl.where(size == 0, 0, _BLOCK), _LEVELS):
+            for level in range(gl.where(size == 0, 0, _BLOCK), _BLOCK):
                 found = _scores_at(found, levels, qs, ks, qe, ke, _between(_gates(gates), totals, level), level)
+            inside, sums = _summed(_gates(gates))
+            for level in gl.static_range(_BLOCK, _LEVELS):
+                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, level), level)
         inside, sums = _summed(_gates(gates))
         gl.thread_barrier()  # all warps have waited for products that read what is written over
         e = power(_by_token(inside + _before(totals)[:, None, :]))

@@ -273,8 +273,7 @@ class DeltaPlan(ExactPlan):
             return []
         reads = *(("q", "k") if self.norm else ()), *self.to_keys
         pointers = "q", "k", *self.to_keys, *made
-        scaled = self.norms is not None
-        return [self._of_keys("unit_keys_grad", pointers, reads, made, p.group, self.norm, SCALED=scaled)]
+        return [self._of_keys("unit_keys_grad", pointers, reads, made, p.group, self.norm, SCALED=self.scaled)]
 
     def _of_keys(
         self, kind: str, pointers: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...], repeats: int,

@@ -93,7 +93,7 @@ def _chunk(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, row, c, place, heads, T,
     H, n_chunks, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     b = row // H
     h = row % H
@@ -129,7 +129,7 @@ def _chunk(
         read = _row(rows_of_chunk + C * K, i, K, rows, K, True)
         of_query = _row(rows_of_chunk + 2 * C * K, i, K, rows, K, True)
         of_key, query = a - read, _row(q, n // STEPS, q_st, rows, K, reads)
-        if NORM:
+        if SCALED:
             of_key *= _inverse_norm(_row(k, n, k_st, rows, K, True))
             of_query *= _inverse_norm(query)
         tl.store(dk + n * H * K + rows, of_key.to(dk.dtype.element_ty), mask=rows < K)
@@ -163,11 +163,11 @@ def exact_grads(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_chunks, before,
     count, held, groups, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of `count` chunks behind those `before`; entering and leaving S^T [B H, held, V, K].
 
-    NORM: q and k are divided by their norms, and so are the dq and dk of these.
+    NORM: q and k are divided by their norms. SCALED: so are the dq and dk of these.
 
     With a gate a channel also dg [B, T, H, K] and dbeta [TILES, B, T, H], all but the first zeros; else dbeta is
     `parts` of `grads`, with as many tiles, zeros likewise.
@@ -193,5 +193,5 @@ def exact_grads(
                     q, k, v, beta, g, do, entering, leaving, rows_of_chunk, dq, dk, dv, dbeta, dg, table, q_sb, q_st,
                     q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st,
                     do_sh, row, c, row * held + c - before, heads, T, H, n_chunks, scale, K, BK, V, BV, C, TILES, GATED,
-                    PACKED, GROUP, STEPS, NORM,
+                    PACKED, GROUP, STEPS, NORM, SCALED,
                 )  # fmt: skip

@@ -32,7 +32,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
 
-    divides: ClassVar[bool] = False
+    divides: ClassVar[bool] = True
 
     growth: str | None
 
@@ -40,7 +40,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         scanned = self.tiling.scanned
         return super().settled() | {
             "growth": "@growth" if scanned else None, "transition_nonzero": "@transition_nonzero" if scanned else None,
-            "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"],
+            "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"], "scaled": False,
         }  # fmt: skip
 
     def declare(self) -> list[Buffer]:
@@ -59,10 +59,10 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     def _before_states(self) -> list[LaunchSpec]:
         p, names, grid = self.tiling, self.gated_inputs, (self.n_chunks, self.B * self.H, 1)
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", self.growth]
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", self.growth, self.norms]
         scores = self.kernel_launch(
             "channel_scores", _SCORES, grid, [*names, *made], named(*made), names,
-            GROWTH=self.growth is not None,
+            GROWTH=self.growth is not None, NORM=self.norms is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
             "inverse", WARP, grid, ("@inverse", str(self.gain)), ("@inverse",), ("@inverse", str(self.gain)),
@@ -98,6 +98,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         made = [*self.to_keys, self.to_steps, gradient_of(str(self.gate))]
         grads = self.kernel_launch(
             "channel_grads", _GRADS, (p.n_chunks * self._panels, p.B * p.H, 1),
-            [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, *made], made, names,
+            [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, self.norms, *made], made, names,
+            NORM=self.norms is not None,
         )  # fmt: skip
         return [*self.exact_gradients(part, made[2], made[3], self._panels), grads]

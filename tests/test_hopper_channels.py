@@ -172,6 +172,7 @@ class Kernels:
     def __init__(self, call: Call, given: Tensors) -> None:
         self.call, self.given, self.rows, self.tiles = call, given, call.B * call.H, call.K // 64
         self.table = torch.tensor([[start, length, document, 0, 0] for document, start, length in call.chunks]).int()
+        self.norms = _room(2, self.rows, len(call.chunks), C, dtype=F32)
         self.sizes: dict[str, dict[tuple[int, int], list[int]]] = {}
 
     def _launch(
@@ -200,7 +201,6 @@ class Kernels:
         made = {name: _room(*size, C, C) for name in ("pairs", "scores")}
         made |= {name: _room(*size, C, call.K) for name in ("reads", "writes", "w")}
         made |= {"decay": _room(*size, call.K, dtype=F32), "growth": _room(*size, dtype=F32)}
-        self.norms = _room(2, *size, C, dtype=F32)
         tensors = [*made.values(), self.norms]
         self._launch("channel_scores", size[1], tensors, call.tokens, call.H, SCALE, GROWTH=True)
         return made | {"norms": self.norms.movedim(0, 2)}

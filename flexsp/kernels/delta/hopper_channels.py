@@ -559,7 +559,7 @@ def channel_grads(
     if NORM:  # before the barriers below
         at_rows = (chunk.load(gl.SliceLayout(1, L)).to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, L)))[:, None]
         _multiply(qs, gl.load(norms + at_rows))
-        _multiply(ks, gl.load(norms + (n_chunks * C).to(gl.int64) * gl.num_programs(1) + at_rows))
+        _multiply(ks, gl.load(norms + gl.num_programs(1).to(gl.int64) * n_chunks * C + at_rows))
     arrived(0)
     inside, sums = _summed(_gates(gates))
     totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS, sums)

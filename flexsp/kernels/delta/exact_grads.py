@@ -93,7 +93,7 @@ def _chunk(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, row, c, place, heads, T,
     H, n_chunks, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     b = row // H
     h = row % H
@@ -128,17 +128,22 @@ def _chunk(
         a = _row(rows_of_chunk, i, K, rows, K, True)
         read = _row(rows_of_chunk + C * K, i, K, rows, K, True)
         of_query = _row(rows_of_chunk + 2 * C * K, i, K, rows, K, True)
-        of_key, query = a - read, _row(q, n // STEPS, q_st, rows, K, reads)
-        if SCALED:
-            of_key *= _inverse_norm(_row(k, n, k_st, rows, K, True))
-            of_query *= _inverse_norm(query)
+        of_key, key, query = a - read, _row(k, n, k_st, rows, K, True), _row(q, n // STEPS, q_st, rows, K, reads)
+        if NORM:
+            of_one_key, of_one_query = _inverse_norm(key), _inverse_norm(query)
+            if GATED == CHANNEL:
+                key *= of_one_key
+                query *= of_one_query
+            else:
+                of_key *= of_one_key
+                of_query *= of_one_query
         tl.store(dk + n * H * K + rows, of_key.to(dk.dtype.element_ty), mask=rows < K)
         tl.store(dq + n // STEPS * H * K + rows, of_query.to(dq.dtype.element_ty), mask=(rows < K) & reads)
         of_query *= query
         if GATED == SCALAR:
             of_gate += tl.where(index == i, sum_over(of_query, 0), 0.0)
         if GATED == CHANNEL:
-            behind += of_query - _row(k, n, k_st, rows, K, True) * (a + read)
+            behind += of_query - key * (a + read)
             found = tl.where(_row(g, n, g_st, rows, K, True) < GATE_MIN, 0.0, behind)
             tl.store(dg + ((b * T + n) * H + h) * K + rows, found.to(dg.dtype.element_ty), mask=rows < K)
     zeros = tl.zeros([C], tl.float32)
@@ -163,11 +168,11 @@ def exact_grads(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_chunks, before,
     count, held, groups, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of `count` chunks behind those `before`; entering and leaving S^T [B H, held, V, K].
 
-    NORM: q and k are divided by their norms. SCALED: so are the dq and dk of these.
+    NORM: q and k are divided by their norms, and so are the dq and dk of these, but with a gate a channel.
 
     With a gate a channel also dg [B, T, H, K] and dbeta [TILES, B, T, H], all but the first zeros; else dbeta is
     `parts` of `grads`, with as many tiles, zeros likewise.
@@ -193,5 +198,5 @@ def exact_grads(
                     q, k, v, beta, g, do, entering, leaving, rows_of_chunk, dq, dk, dv, dbeta, dg, table, q_sb, q_st,
                     q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st,
                     do_sh, row, c, row * held + c - before, heads, T, H, n_chunks, scale, K, BK, V, BV, C, TILES, GATED,
-                    PACKED, GROUP, STEPS, NORM, SCALED,
+                    PACKED, GROUP, STEPS, NORM,
                 )  # fmt: skip

@@ -86,7 +86,6 @@ class ExactPlan(BasePlan):
             (min(groups, self._exact_programs), 1, 1),
             [*inputs, "@exact", "@entering", "@leaving", "@scratch", *made], [*named(*made), "@scratch"], inputs,
             kernel=exact_grads.exact_grads, TILES=tiles, NORM=self.norms is not None,
-            SCALED=self.scaled,
             counts={"before": part.chunks_before, "count": part.chunks, "groups": groups},
         )]  # fmt: skip
 

@@ -12,7 +12,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, zeroed
 
 __all__ = ["WARP", "HopperPlan"]
 
-_WARPS, _WY_INVERSE, _OF_ANY_KEYS = Launch(64, 4, 1), Launch(0, 1, 1, registers=192), Launch(0, 1, 1, registers=208)
+_WARPS, _WY_INVERSE = Launch(64, 4, 1), Launch(0, 1, 1)
 WARP = Launch(0, 1, 1, registers=168)
 
 
@@ -60,9 +60,8 @@ class HopperPlan(DeltaPlan):
     def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["q", "k", self.beta, self.gate]
         made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain, self.decays, self.norms, "@scores"]
-        how = _WY_INVERSE if self.norms is None else _OF_ANY_KEYS
         return self.kernel_launch(
-            "wy_inverse", how, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
+            "wy_inverse", _WY_INVERSE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
             reads=named(*names), BOUNDS=self.bounds is not None, NORM=self.norms is not None,
         )  # fmt: skip
 

@@ -192,7 +192,10 @@ def _of_chunk(
     store_tokens(dq + k0, to_q, start, length, C, BK, H * K, STEPS)
     to_p += by_pairs + own[:, None] * qc
     by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
-    gl.store(part + r, gl.sum(to_p * kc, axis=1) * of_key, mask=~by_errors)
+    of_beta = gl.sum(to_p * kc, axis=1)
+    if NORM:
+        of_beta *= gl.load(norms + all_chunks + at * C + r)
+    gl.store(part + r, of_beta, mask=~by_errors)
     to_k += to_p * written[:, None]
     store(dk + start * H * K + k0, to_k, length, C, BK, H * K)
     if GATED:

@@ -451,7 +451,11 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/hopper_grads.py",
-        ("axis=1) * of_key, mask", "axis=1), mask", "gradients of beta are of keys of any length", _ANY_KEYS + "[gated]"),
+        ("found -= u * gl.sum", "found += u * gl.sum", "the gradient of a norm has the wrong sign", _ANY_KEYS + "[gated]"),
+        ("== TILES * GROUP - 1", "== 0", "gradients of heads are summed before they are there", _ANY_KEYS + "[gated]"),
+        ("if gl.load(exact + row * n_chunks + c) == 0:", "if True:", "chunks take the place of tokens one by one",
+         _ANY_KEYS + "[alike]"),
+        ("        of_beta *= gl.load(", "        gl.load(", "gradients of beta are of keys of any length", _ANY_KEYS + "[gated]"),
         ("SliceLayout(1, CK)) * of_query", "SliceLayout(1, CK))", "what a token reads of itself is of any length",
          _ANY_KEYS + "[gated]"),
         ("gl.thread_barrier()  # all warps", "pass  # all warps", "what products read is written over", _IN_GLUON),
@@ -520,8 +524,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/keys.py",
-        ("grad -= values * scale * along", "grad += values * scale * along", "the gradient of a norm has the wrong sign", _KEYS),
-        ("if not SCALED:", "if True:", "gradients are divided by norms twice", _ANY_KEYS + "[gated]"),
+        ("grad - values * scale * along", "grad + values * scale * along", "the gradient of a norm has the wrong sign", _KEYS),
         ("(row % H) * x_sh", "(row % T) * x_sh", "keys are read from other heads", _KEYS),
         ("for r in tl.static_range(REPEATS):\n        grad +=", "for r in tl.static_range(1):\n        grad +=",
          "one value head's gradient reaches the key", _KEYS),

@@ -145,8 +145,10 @@ def of_chunks(q: torch.Tensor, k: torch.Tensor, beta: torch.Tensor, g: torch.Ten
 
     T, K = q.shape
     chunks = -(-T // 64)
-    shapes = {"inverse": (chunks, 64, 64), "chunk_beta": (chunks, 64), "gates": (chunks, 64), "bounds": (2, chunks),
-              "gain": (chunks,), "decays": (4, chunks, 64), "norms": (2, chunks, 64), "scores": (chunks, 64, 64)}  # fmt: skip
+    shapes = {
+        "inverse": (chunks, 64, 64), "chunk_beta": (chunks, 64), "gates": (chunks, 64), "bounds": (2, chunks),
+        "gain": (chunks,), "decays": (4, chunks, 64), "norms": (2, chunks, 64), "scores": (chunks, 64, 64),
+    }  # fmt: skip
     half = "inverse", "scores"
     found = {x: torch.full(n, torch.nan, dtype=torch.bfloat16 if x in half else None) for x, n in shapes.items()}
     strides = [n for x in (q, k, beta, g) for n in (0, x.stride(0), 0)]

@@ -54,7 +54,7 @@ def _unit(
 @triton.jit
 def _unit_grad(
     x, dy, dx, x_sb, x_st, x_sh, rows, T, H, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
-    REPEATS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
+    REPEATS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     row, cols, inside, values = _tile(x, x_sb, x_st, x_sh, rows, T, H, K, BK, ROWS)
     grad = tl.zeros([ROWS, BK], tl.float32)
@@ -63,9 +63,7 @@ def _unit_grad(
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.where(inside, values * values, 0.0), axis=1) + _EPS)[:, None]
         along = tl.sum(tl.where(inside, values * scale * grad, 0.0), axis=1)[:, None]
-        grad -= values * scale * along
-        if not SCALED:
-            grad *= scale
+        grad = (grad - values * scale * along) * scale
     tl.store(dx + (row * K)[:, None] + cols[None, :], grad.to(dx.dtype.element_ty), mask=inside)
 
 
@@ -90,14 +88,14 @@ def unit_keys_kernel(
 def unit_keys_grad_kernel(
     x0, x1, dy0, dy1, dx0, dx1, x0_sb, x0_st, x0_sh, x1_sb, x1_st, x1_sh, x0_rows, x0_T, x1_rows, x1_T, H,
     K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, REPEATS: tl.constexpr, NORM: tl.constexpr,
-    SCALED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, T, H, K] of dy [B, T, H REPEATS, K]. SCALED: dy is already divided by the norms of x."""
+    """dx [B, T, H, K] of dy [B, T, H REPEATS, K]."""
     begin(PDL)
     if tl.program_id(1) == 0:
-        _unit_grad(x0, dy0, dx0, x0_sb, x0_st, x0_sh, x0_rows, x0_T, H, K, BK, ROWS, REPEATS, NORM, SCALED)
+        _unit_grad(x0, dy0, dx0, x0_sb, x0_st, x0_sh, x0_rows, x0_T, H, K, BK, ROWS, REPEATS, NORM)
     else:
-        _unit_grad(x1, dy1, dx1, x1_sb, x1_st, x1_sh, x1_rows, x1_T, H, K, BK, ROWS, REPEATS, NORM, SCALED)
+        _unit_grad(x1, dy1, dx1, x1_sb, x1_st, x1_sh, x1_rows, x1_T, H, K, BK, ROWS, REPEATS, NORM)
 
 
 def _run(kernel: Any, pointers: Sequence[str], tensors: Tensors, repeats: int, norm: bool) -> None:
@@ -124,7 +122,6 @@ def _launch(
     lengths = x0.shape[1], x1.shape[1]
     numbers = [*x0.stride()[:3], *x1.stride()[:3], *[n for T in lengths for n in (B * T * H, T)], H]
     constants = {"K": K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
-    constants |= {"SCALED": False} if kernel is unit_keys_grad_kernel else {}
     grid = triton.cdiv(B * max(lengths) * H, lines), count, 1
     return KernelLaunch(kernel, grid, pointers, numbers, constants, {"num_warps": 4})
 

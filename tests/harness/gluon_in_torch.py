@@ -53,7 +53,7 @@ class _Pointer:
         return torch.where(here, at, 0), here
 
 
-def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     at, here = pointer.places(mask)
     memory = pointer.memory
     found = memory[at] if len(memory) else torch.zeros(at.shape, dtype=memory.dtype)
@@ -64,6 +64,13 @@ def _store(pointer: _Pointer, x: Any, mask: Tensor | None = None) -> None:
     at, here = pointer.places(mask)
     x = torch.broadcast_to(torch.as_tensor(x).to(pointer.memory.dtype), at.shape)
     pointer.memory[at[here]] = x[here]
+
+
+def _atomic_add(pointer: _Pointer, x: int, sem: str, scope: str) -> Tensor:
+    assert (sem, scope) == ("acq_rel", "gpu")
+    found = _load(pointer).clone()
+    _store(pointer, found + x)
+    return found
 
 
 class _Shared:
@@ -281,7 +288,7 @@ class Kernel:
             zeros=lambda shape, dtype, layout=None: torch.zeros(tuple(shape), dtype=dtype),
             full=lambda shape, x, dtype, layout=None: torch.full(tuple(shape), x, dtype=dtype), exp2=torch.exp2,
             where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y), abs=torch.abs, log2=torch.log2,
-            rsqrt=torch.rsqrt,
+            rsqrt=torch.rsqrt, atomic_add=_atomic_add,
             sum=lambda x, axis: x.sum(axis, dtype=x.dtype), max=lambda x, axis: x.amax(axis), reduce=_reduce,
             associative_scan=_scan, minimum=_smaller, maximum=_larger, inline_asm_elementwise=_assembly,
             reshape=lambda x, shape: x.reshape(tuple(shape)), permute=lambda x, order: x.permute(order),

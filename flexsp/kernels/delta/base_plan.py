@@ -29,7 +29,6 @@ class _Buffers(LaunchPlan):
         keys, chunk_beta: queries and keys of walks, and what they multiply keys by.
         unit: copies of unit length that kernels read in place of q and k, if kernels do not divide by `norms`.
         norms: 1 / norm of queries and keys of chunks, for kernels that divide by these themselves.
-        scaled: these kernels divide gradients of queries and keys, too.
         to_keys: gradients of q and k, of each head.
         segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
             with those of the call.
@@ -46,7 +45,6 @@ class _Buffers(LaunchPlan):
     chunk_beta: str | None
     unit: dict[str, str]
     norms: str | None
-    scaled: bool
     to_keys: list[str]
     segment_states: str | None
     segment_gradients: str | None
@@ -63,9 +61,11 @@ class BasePlan(_Buffers):
         types: dtypes of beta and of the gates.
         norm: q and k are to be divided by their norms.
         divides: kernels do that as they read q and k.
+        finishes: kernels of gradients sum those of heads that share queries and keys, and take them back through norms.
     """
 
     divides: ClassVar[bool] = False
+    finishes: ClassVar[bool] = False
 
     tiling: Tiling
     dtype: torch.dtype
@@ -90,7 +90,7 @@ class BasePlan(_Buffers):
             "gates": "@gates" if decays else None, "bounds": "@bounds" if decays and scanned else None,
             "gain": "@gain" if rounds else None, "keys": ["q", "k"], "chunk_beta": "@chunk_beta",
             "unit": {"q": "@q", "k": "@k"} if self.norm and not self.divides else {},
-            "norms": "@norms" if self.norm and self.divides else None, "scaled": self.norm and self.divides,
+            "norms": "@norms" if self.norm and self.divides else None,
             "to_keys": ["d_q", "d_k"] if own_gradients else ["@dq", "@dk"],
             "segment_states": "@states" if scanned else None, "segment_gradients": "@dstates" if scanned else None,
         }  # fmt: skip

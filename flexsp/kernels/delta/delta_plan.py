@@ -80,6 +80,7 @@ class DeltaPlan(ExactPlan):
             "@leaving": (half, (*held, p.V, p.K)),
             "@v_new": (half, (*held, p.V, C)),
             "@dv_new": (half, (*held, p.V, C)),
+            "@done": (torch.int32, (p.B * p.H // p.group, p.n_chunks)),
             "@parts": (_F32, (1 if self.gate is None else 3, self._tiles_of_keys, *chunks, C)),
             "@dq": (self.dtype, (p.B, p.T // p.steps, p.H, p.K)),
             "@dk": (self.dtype, (p.B, p.T, p.H, p.K)),
@@ -267,22 +268,22 @@ class DeltaPlan(ExactPlan):
         return [self._of_keys("unit_keys", ("q", "k", *made), ("q", "k"), made, 1, True)] if made else []
 
     def _unit_keys_grad(self) -> list[LaunchSpec]:
-        """Gradients of q and k: sums of those of heads that share them, taken back through the norm."""
+        """Gradients of q and k: sums of those of heads that share them, taken back through the norm. Kernels that
+        finish them do that themselves."""
         p, made = self.tiling, ("d_q", "d_k")
-        if self.to_keys == [*made]:
+        if self.finishes or self.to_keys == [*made]:
             return []
         reads = *(("q", "k") if self.norm else ()), *self.to_keys
-        pointers = "q", "k", *self.to_keys, *made
-        return [self._of_keys("unit_keys_grad", pointers, reads, made, p.group, self.norm, SCALED=self.scaled)]
+        return [self._of_keys("unit_keys_grad", ("q", "k", *self.to_keys, *made), reads, made, p.group, self.norm)]
 
     def _of_keys(
         self, kind: str, pointers: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...], repeats: int,
-        norm: bool, **flags: bool,
+        norm: bool,
     ) -> LaunchSpec:  # fmt: skip
         p, how, block = self.tiling, Launch(0, 4, 1), 1 << (self.tiling.K - 1).bit_length()
         heads, lines = p.H // p.group, max(1, 2048 // block)
         rows = p.B * p.T * heads
-        constants = {"K": p.K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm, **flags}
+        constants = {"K": p.K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
         return LaunchSpec(
             kind, how, (-(-rows // lines), 2, 1), pointers, reads, writes,
             ("q", "k", rows // p.steps, p.T // p.steps, rows, p.T, heads), constants, how.options,

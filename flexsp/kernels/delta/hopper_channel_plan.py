@@ -32,7 +32,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
 
-    divides: ClassVar[bool] = True
+    finishes: ClassVar[bool] = False
 
     growth: str | None
 
@@ -40,7 +40,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         scanned = self.tiling.scanned
         return super().settled() | {
             "growth": "@growth" if scanned else None, "transition_nonzero": "@transition_nonzero" if scanned else None,
-            "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"], "scaled": False,
+            "decays": "@decay", "walk_keys": ["@reads", "@w", "@writes"],
         }  # fmt: skip
 
     def declare(self) -> list[Buffer]:

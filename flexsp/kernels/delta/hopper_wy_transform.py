@@ -218,47 +218,42 @@ def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexp
 
 
 @gluon.jit
-def _pairs(x, k, K: gl.constexpr, OF_KEYS: gl.constexpr):
-    """x_i . k_j of tiles [C, K] in shared memory, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on. OF_KEYS: of
-    -k_i."""
+def _pairs(q, k, K: gl.constexpr, NORM: gl.constexpr):
+    """q_i . k_j and -k_i . k_j of tiles [C, K] in shared memory, as ten blocks each: (0, 0), (1, 0), (1, 1), (2, 0) and
+    so on. And if NORM q_i . q_j of the four blocks on the diagonal."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
-    sums = _no_tiles()
+    of_queries, of_keys, squares = _no_tiles(), _no_tiles(), _no_tiles()
     for _ in gl.static_range(10):
-        sums = sums + (zeros,)
+        of_queries, of_keys = of_queries + (zeros,), of_keys + (zeros,)
+    for _ in gl.static_range(4):
+        squares = squares + (zeros,)
     for k0 in gl.static_range(0, K, 16):
         rights = _no_tiles()
         for j in gl.static_range(4):
             right = k.slice(16 * j, 16, dim=0).slice(k0, 16, dim=1).permute((1, 0))
             rights = rights + (right.load(gl.DotOperandLayout(1, _SUMS, 2)),)
-        new = _no_tiles()
+        more_queries, more_keys, more_squares = _no_tiles(), _no_tiles(), _no_tiles()
         for i in gl.static_range(4):
-            left = x.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
-            if OF_KEYS:
-                left = _negative(left)
+            query = q.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
+            key = _negative(k.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2)))
             for j in gl.static_range(i + 1):
-                new = new + (mma_v2(left, rights[j], sums[i * (i + 1) // 2 + j]),)
-        sums = new
-    return sums
+                more_queries = more_queries + (mma_v2(query, rights[j], of_queries[i * (i + 1) // 2 + j]),)
+                more_keys = more_keys + (mma_v2(key, rights[j], of_keys[i * (i + 1) // 2 + j]),)
+            if NORM:
+                right = gl.convert_layout(gl.permute(query, (1, 0)), gl.DotOperandLayout(1, _SUMS, 2))
+                more_squares = more_squares + (mma_v2(query, right, squares[i]),)
+        of_queries, of_keys = more_queries, more_keys
+        if NORM:
+            squares = more_squares
+    return of_queries, of_keys, squares
 
 
 @gluon.jit
-def _inverse_norms(x, own, K: gl.constexpr):
-    """1 / norm of the rows of a tile [C, K] in shared memory, `_TOKENS`; own: room for them."""
-    zeros = gl.zeros([16, 16], gl.float32, _SUMS)
-    sums = zeros, zeros, zeros, zeros
-    for k0 in gl.static_range(0, K, 16):
-        new = _no_tiles()
-        for i in gl.static_range(4):
-            left = x.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
-            right = gl.convert_layout(gl.permute(left, (1, 0)), gl.DotOperandLayout(1, _SUMS, 2))
-            new = new + (mma_v2(left, right, sums[i]),)
-        sums = new
+def _put_diagonal(to, x, n: gl.constexpr):
+    """The diagonal of block n on the diagonal, in shared memory."""
     i = gl.arange(0, 16, _ROWS)[:, None]
     j = gl.arange(0, 16, _COLUMNS)[None, :]
-    for n in gl.static_range(4):
-        own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, sums[n], 0.0), axis=1))
-    gl.thread_barrier()
-    return gl.rsqrt(own.load(_TOKENS) + _EPS)
+    to.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x, 0.0), axis=1))
 
 
 @gluon.jit
@@ -279,13 +274,8 @@ def _parts(numbers, layout: gl.constexpr):
 
 
 @gluon.jit
-def _bounds(to, half, x, beta, gate, own):
-    """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: room for numbers of tokens."""
-    i = gl.arange(0, 16, _ROWS)[:, None]
-    j = gl.arange(0, 16, _COLUMNS)[None, :]
-    for n in gl.static_range(4):
-        own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x[n * (n + 1) // 2 + n], 0.0), axis=1))
-    gl.thread_barrier()
+def _bounds(to, half, beta, gate, own):
+    """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: -k . k of tokens."""
     growth = gl.maximum(gl.abs(1.0 + beta * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     most = gate + gl.log2(growth)
     gl.store(to, gl.sum(most, axis=0))
@@ -399,12 +389,19 @@ def wy_inverse(
             gl.store(decays + half + at * C + i, written)
     async_copy.wait_group(0)
     gl.thread_barrier()
+    of_queries, x, squares = _pairs(qs, ks, K, NORM)
+    own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+    for n in gl.static_range(4):
+        _put_diagonal(own, x[n * (n + 1) // 2 + n], n)
     of_query, of_key = factors, factors
     squared = given
     if NORM:
         of_query = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
         of_key = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
-        asks, reads = _inverse_norms(qs, of_query, K), _inverse_norms(ks, of_key, K)
+        for n in gl.static_range(4):
+            _put_diagonal(of_query, squares[n], n)
+        gl.thread_barrier()
+        asks, reads = gl.rsqrt(of_query.load(_TOKENS) + _EPS), gl.rsqrt(_EPS - own.load(_TOKENS))
         gl.store(norms + at * C + i, asks)
         gl.store(norms + half + at * C + i, reads)
         gl.store(decays + half + at * C + i, written * reads)
@@ -417,14 +414,11 @@ def wy_inverse(
         squared = given * reads
     factors.store(given)
     gl.thread_barrier()
-    of_queries = _pairs(qs, ks, K, False)
+    if GATED and BOUNDS:
+        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, squared, gate, own)
     tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
     _scored(of_queries, factors, of_query, totals, scale, tile, GATED, NORM)
     _store(scores + at * C * C, tile, C)
-    x = _pairs(ks, ks, K, True)
-    if GATED and BOUNDS:
-        own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
-        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, squared, gate, own)
     gl.thread_barrier()  # the tile was read
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     made = _decayed(x, factors, of_key, totals, blocks, tile, GATED, NORM)

@@ -23,7 +23,7 @@ BOUND = 2e-2
 BOUNDS = 0, 0, 61, 62, 127, 127, 150
 RULES = {
     "gated": ops.chunk_gated_delta_rule, "no gate": ops.chunk_delta_rule,
-    "product": functools.partial(ops.chunk_gated_delta_product, num_householder=2),
+    "product": functools.partial(ops.chunk_gated_delta_product, num_householder=2), "channels": ops.chunk_kda,
 }  # fmt: skip
 
 
@@ -68,8 +68,9 @@ class Call:
         else:
             x |= {name: torch.nn.functional.normalize(x[name], dim=-1) for name in "qk"}
         if self.rule != "no gate":
-            x["g"] = -(0.02 if self.alike else 0.5) * torch.rand(self.B, self.T, self.H)
-            x["g"][:, 40::50] = -9.0
+            channels = [self.K] if self.rule == "channels" else []
+            x["g"] = -(0.02 if self.alike else 0.5) * torch.rand(self.B, self.T, self.H, *channels)
+            x["g"][:, 40::50] = -0.1 if self.alike else -9.0
         x["initial_state"] = torch.randn(len(BOUNDS) - 1 if self.packed else self.B, self.H, self.K, self.V)
         return {name: t.bfloat16().double() for name, t in x.items()}
 
@@ -108,13 +109,14 @@ def solved(call: Any, x: Tensors) -> Tensors:
 
 
 def errors(sp: Any, seed: int, call: Call) -> dict[str, float]:
-    from tests.harness.gluon_in_torch import install_delta
+    from tests.harness.gluon_in_torch import install_delta, launched
 
     install_delta()
     torch.manual_seed(seed)
     x = call.inputs()
     with poisoned(call.segments, call.B * call.H):
         got = solved(call.run, x)
+    assert launched >= {"forward", "backward", "channel_grads" if call.rule == "channels" else "grads"}, launched
     right = solved(call.oracle, x)
     return {name: float(relative_error(got[name].double(), right[name])) for name in right}
 
@@ -125,9 +127,11 @@ CALLS = {
     "product": Call("product", T=80), "two sequences": Call(T=70, B=2, H=4),
     "one token": Call(T=1, segments=1), "no gate, unit keys": Call("no gate", T=130, norm=False),
     "product, packed": Call("product", packed=True, K=128), "alike": Call(alike=True),
+    "channels": Call("channels"), "channels, alike": Call("channels", T=100, alike=True),
+    "channels, packed": Call("channels", packed=True, K=128), "channels, unit keys": Call("channels", T=70, norm=False),
     "alike, packed": Call("no gate", alike=True, packed=True),
 }  # fmt: skip
-QUICK = "gated", "product", "alike", "unit keys"
+QUICK = "gated", "product", "alike", "unit keys", "channels, alike"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])

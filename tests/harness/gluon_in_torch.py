@@ -22,6 +22,7 @@ __all__ = ["Kernel", "install"]
 
 _KERNELS = Path(__file__).parents[2] / "flexsp" / "kernels"
 _NAME = "flexsp.kernels.diagonal.hopper_walks"
+launched: set[str] = set()  # names of the kernels that ran in this process
 _LAYOUTS = (
     "BlockedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "SwizzledSharedLayout",
     "DistributedLinearLayout",
@@ -329,6 +330,7 @@ class Kernel:
             given = [_memory(x, name) for name, x in zip(self.arg_names, args, strict=False)]
             constants = {name: x for name, x in constants.items() if name in self.arg_names}
             self.grid[:] = (*grid, 1, 1)[:3]
+            launched.add(self.kernel.__name__)
             for place in itertools.product(*map(range, self.grid)):
                 self.program[:] = place
                 self.kernel(*given, **constants)
@@ -349,18 +351,20 @@ def _memory(x: Any, name: str) -> Any:
 
 def install_delta() -> None:
     """In this process, calls of the delta engine run its kernels in Gluon where these run such calls."""
+    from flexsp.kernels.delta import calls
     from flexsp.runtime import triton_private
 
     found = {
         "hopper_walks": ("forward", "backward"), "hopper_grads": ("grads",),
-        "hopper_wy_transform": ("wy_inverse", "inverse"),
+        "hopper_wy_transform": ("wy_inverse", "inverse"), "hopper_channels": ("channel_scores", "channel_grads"),
+        "hopper_horizon": ("segment_horizon",),
     }  # fmt: skip
     for file, names in found.items():
         module: Any = types.ModuleType(f"flexsp.kernels.delta.{file}")
         for name in names:
             setattr(module, name, Kernel(f"delta/{file}.py", name))
         sys.modules[module.__name__] = module
-    triton_private.runs_gluon = lambda: True
+    triton_private.runs_gluon = calls.runs_gluon = lambda: True
 
 
 def install() -> None:

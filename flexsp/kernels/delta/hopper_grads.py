@@ -90,7 +90,7 @@ def grads(
                 q, q_st, norms, dq + (b * (T // STEPS) * H + h) * K, joined_q + (b * (T // STEPS) * H + h) // GROUP * K,
                 start, length, heads * K, C, K, NORM, GROUP, STEPS,
             )  # fmt: skip
-            norms += (n_chunks * C).to(gl.int64) * gl.num_programs(1) * GROUP
+            norms += gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
             _joined(
                 k, k_st, norms, dk + (b * T * H + h) * K, joined_k + (b * T * H + h) // GROUP * K, start, length,
                 heads * K, C, K, NORM, GROUP, 1,
@@ -109,7 +109,7 @@ def _of_chunk(
     CC: gl.constexpr = by_sum(C)
     k0 = tile * BK
     at, place = row * n_chunks + c, row * held + c - before
-    all_chunks = (n_chunks * C).to(gl.int64) * gl.num_programs(1) * GROUP
+    all_chunks = gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
     of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
     S, dS = tiles(1, V, BK).index(0), tiles(1, V, BK).index(0)
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)

@@ -43,6 +43,8 @@ _KEYS = "tests/test_keys.py::test_against_float64"
 _LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
 _CHECKS = "tests/test_kept_checks.py::"
 _GROUPS = "tests/test_grouped_heads.py::test_as_repeated[gated]"
+_ANY_KEYS = "tests/test_hopper_delta.py::test_against_the_token_loop"
+_ANY_CHUNKS = "tests/test_hopper_delta.py::test_chunks_of_any_keys_are_those_of_unit_keys"
 _SHARED = "tests/test_grouped_heads.py::test_decoding_and_dispatch_modes"
 _GROUPS_OVER_RANKS = "tests/test_grouped_heads.py::test_over_ranks[gated]"
 _OPS = "tests/test_ops.py::test_against_the_token_loop"
@@ -79,8 +81,10 @@ KERNELS = [
     ),
     *_in(
         "flexsp/ops/_delta.py",
-        ("heads.HV // tokens[x].shape[2], False)", "1, False)", "decoding takes the keys of each head to be there", _SHARED),
-        ("repeats = 1 if _on_engine(heads, q) else", "repeats = 1 if False else", "keys are repeated before an engine", _GROUPS),
+        ('q, k = keys(tokens["q"], tokens["k"], heads)', 'q, k = tokens["q"], tokens["k"]',
+         "decoding takes the keys of each head to be there", _SHARED),
+        ("    if not on_engine:\n        tokens = tokens | dict", "    if True:\n        tokens = tokens | dict",
+         "keys are repeated before an engine", _GROUPS),
     ),
     *_in(
         "flexsp/kernels/delta/channels.py",
@@ -353,7 +357,9 @@ KERNELS = [
         ("beta = of_head(beta, b, h,", "beta = of_head(beta, 0, h,", "steps are the first sequence's", _REPEATED + "[gated]"),
         ("    g = of_head(g, b, h,", "    g = of_head(g, 0, h,", "gates are the first sequence's", _REPEATED + "[kda]"),
         ("behind += of_query - _row", "behind += of_query + _row", "gates' gradients add what keys take", _REPEATED + "[kda]"),
-        ("(a - read).to", "(a + read).to", "keys' gradients add what is read", _REPEATED + "[delta]"),
+        ("            of_key *= _inverse_norm(_row(k, n, k_st, rows, K, True))\n", "",
+         "keys' gradients are those of unit keys", _ANY_KEYS + "[alike]"),
+        ("of_key, query = a - read", "of_key, query = a + read", "keys' gradients add what is read", _REPEATED + "[delta]"),
     ),
     *_in(
         "flexsp/kernels/delta/exact_grads.py",
@@ -434,7 +440,26 @@ KERNELS = [
          "a chunk that is multiplied may be under way", _CHANNELS_IN_GLUON),
     ),
     *_in(
+        "flexsp/kernels/delta/hopper_walks.py",
+        ("decays, 3, at", "decays, 2, at", "queries are divided by the norms of keys", _ANY_KEYS + "[gated]"),
+        ("2 if NORM else 0", "0", "keys that read are not divided by norms", _ANY_KEYS + "[gated]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_wy_transform.py",
+        ("        given *= reads\n", "", "scores are of keys of any length", _ANY_KEYS + "[gated]"),
+        ("squared = given * reads", "squared = given", "states grow by keys of any length", _ANY_CHUNKS),
+        ("store(decays + half + at * C + i, written * reads)", "store(decays + half + at * C + i, written)",
+         "keys that write are not divided by norms", _ANY_KEYS + "[gated]"),
+    ),
+    *_in(
         "flexsp/kernels/delta/hopper_grads.py",
+        ("found -= u * gl.sum", "found += u * gl.sum", "the gradient of a norm has the wrong sign", _ANY_KEYS + "[gated]"),
+        ("== TILES * GROUP - 1", "== 0", "gradients of heads are summed before they are there", _ANY_KEYS + "[gated]"),
+        ("if gl.load(exact + row * n_chunks + c) == 0:", "if True:", "chunks take the place of tokens one by one",
+         _ANY_KEYS + "[alike]"),
+        ("        of_beta *= gl.load(", "        gl.load(", "gradients of beta are of keys of any length", _ANY_KEYS + "[gated]"),
+        ("SliceLayout(1, CK)) * of_query", "SliceLayout(1, CK))", "what a token reads of itself is of any length",
+         _ANY_KEYS + "[gated]"),
         ("gl.thread_barrier()  # all warps", "pass  # all warps", "what products read is written over", _IN_GLUON),
         ("    S._keep_alive()\n    dS._keep_alive()\n", "", "states that products read are written over", _IN_GLUON),
     ),
@@ -447,7 +472,7 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/delta/delta_plan.py",
-        ('"REPEATS": p.group', '"REPEATS": p.group - 1', "the last head of a group adds nothing to gradients", _GROUPS),
+        ('made, p.group, self.norm', 'made, p.group - 1, self.norm', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
          "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
     ),

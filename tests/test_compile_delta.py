@@ -23,6 +23,13 @@ OF_LARGE_CHANNELS = ("output_backward", "channel_parts")
 """Of heads of 256, those that take most shared memory and registers: all of them would take too long."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128": {"K": 128, "V": 128},
+    "bf16 128, any keys": {"K": 128, "V": 128, "norm": True, "group": 2},
+    "bf16 128, any keys, no decay": {"name": "deltanet", "K": 128, "V": 128, "norm": True},
+    "bf16 128, any keys, packed": {"K": 128, "V": 128, "norm": True, "packed": True},
+    "bf16 128, any keys, two a token": {"K": 128, "V": 128, "norm": True, "steps": 2},
+    "bf16 64, any keys": {"K": 64, "V": 64, "norm": True},
+    "any keys, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 128, "norm": True},
+    "fp32 64, any keys": {"K": 64, "V": 64, "dtype": "float32", "norm": True, "group": 4},
     "bf16 128, no decay": {"name": "deltanet", "K": 128, "V": 128},
     "bf16 128, packed": {"K": 128, "V": 128, "packed": True},
     "bf16 128, gates of channels": {"name": "vector_gated_delta", "K": 128, "V": 128},
@@ -79,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 QUICK = [
-    "bf16 128", "bf16 64, many heads, packed, walks", "bf16 128, gates of channels",
+    "bf16 128", "bf16 128, any keys", "bf16 64, many heads, packed, walks", "bf16 128, gates of channels",
     "bf16 64, many heads, gates of channels",
 ]  # fmt: skip
 NO_DECAY = ["bf16 128, no decay"]
@@ -106,11 +113,12 @@ MAY_SPILL = {
 def compile_config(
     name: str = "gated_deltanet", K: int = 128, V: int = 128, dtype: str = "bfloat16", packed: bool = False,
     H: int = 32, gluon: bool = True, ranks: bool = False, steps: int = 1, only: tuple[str, ...] = (),
-    gates: str = "float32",
+    gates: str = "float32", norm: bool = False, group: int = 1,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """In a child process: a forward and backward pass on meta tensors, every launch compiled.
 
-    only: names of kernels, all if empty.
+    only: names of kernels, all if empty. norm: kernels divide queries and keys by their norms. group: heads of values
+    for one of these.
     """
     import importlib
 
@@ -123,17 +131,20 @@ def compile_config(
     from flexsp.kernels.delta.tiling import tiling_of
     from flexsp.runtime import tested_versions
     from flexsp.testing.offline import record_launches
+    from flexsp.variants.delta_rule import OF_ANY_KEYS
 
     if ranks:  # the launches are those of several ranks, though the call is of one
         calls.tiling_of = lambda *args: tiling_of(*args[:8], True, *args[9:])  # type: ignore[assignment]
     if not gluon:
         tested_versions.GLUON = frozenset()  # type: ignore[misc]
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
-    code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype)).kernels
+    options = {"lowerings": [OF_ANY_KEYS]} if norm else {}
+    code = importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, getattr(torch, dtype), **options).kernels
     n_docs = 4 if packed else 0
     looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 32768 * steps)
     looks |= {x: (kind, (32768, *shape[1:])) for x, (kind, shape) in looks.items() if x in ("q", "g")}
     looks |= {x: (getattr(torch, gates), shape) for x, (_, shape) in looks.items() if x == "g"}
+    looks |= {x: (kind, (rows, heads // group, K)) for x, (kind, (rows, heads, *_)) in looks.items() if x in ("q", "k")}
     given = {x: torch.empty(1, *shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
     for x in given.values():
         x.requires_grad_()
@@ -191,13 +202,15 @@ def test_kernels(name: str) -> None:
         want |= of_channels if of == "vector_gated_delta" else of_tokens
     want |= EXACT if CONFIGS[name].get("dtype", "bfloat16") == "bfloat16" else set()
     want |= {"tail_kernel"} if packed else set()
+    if CONFIGS[name].get("norm") and not (in_gluon(name) and of != "vector_gated_delta"):
+        want |= {"unit_keys_kernel", "unit_keys_grad_kernel"}
     assert {kernel["name"] for kernel in found} == want & {*CONFIGS[name].get("only", want)}, described(found)
     assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
     assert not [x for x in found if any(x[what] for what in wrong)], described(found)
 
 
-@pytest.mark.parametrize("name", [QUICK[0], QUICK[2], *slow(*NO_DECAY, *IN_TRITON)])
+@pytest.mark.parametrize("name", [QUICK[0], QUICK[2], QUICK[4], *slow(*NO_DECAY, *IN_TRITON)])
 def test_products_of_training_shapes(name: str) -> None:
     found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"wy_transform", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
@@ -210,7 +223,7 @@ def test_products_of_training_shapes(name: str) -> None:
         large = [x["name"] for x in found if x["name"] in IN_GLUON and 2 * (x["shared"] + 1024) > 228 * 1024]
         assert not large, f"{large}: two do not fit a multiprocessor\n{described(found)}"
     if in_gluon(name):
-        of_chunks = [x for x in found if x["name"] == "channel_scores"]
+        of_chunks = [x for x in found if x["name"] in ("channel_scores", "channel_grads")]
         large = [x for x in of_chunks if x["registers"] > 128 or 2 * (x["shared"] + 1024) > 228 * 1024]
         assert not large, f"two programs do not fit a multiprocessor\n{described(large)}"
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexsp import ops
+from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick, slow
@@ -76,7 +77,8 @@ def differences(
     sp: Any, name: str, seed: int, T: int, dtype: torch.dtype, norm: bool, packed: bool,
     sizes: tuple[int, int, int] = SIZES,
 ) -> list[str]:  # fmt: skip
-    """What differs, in any bit, from a call with the queries and keys of each value head."""
+    """What differs, in any bit, from a call with the queries and keys of each value head. Gradients that go through a
+    norm are rounded elsewhere."""
     from flexsp.kernels import keys_in_pytorch as keys
 
     group, bounds = sizes[0], torch.tensor(PACKED[T]) if packed else None
@@ -86,19 +88,19 @@ def differences(
         given, options["sp"] = shard(sp, given, T, RULES[name][1]), sp
     made = torch.Generator().manual_seed(seed)
     do = torch.randn(*given["q"].shape[:2], *given["v"].shape[2:], generator=made).to(dtype)
-    kept, asked = keys.unit_keys, set()
-    keys.unit_keys = lambda x, repeats, norm: asked.add(repeats) or kept(x, repeats, norm)  # type: ignore[assignment]
-    found = passes(name, given, do, use_qk_l2norm_in_kernel=norm, **options)
+    options["use_qk_l2norm_in_kernel"] = norm
+    kept = keys.unit_keys
+    keys.unit_keys = lambda *given: pytest.fail("queries and keys were copied before the engine")  # type: ignore[assignment]
+    found = passes(name, given, do, **options)
+    want = passes(name, given | {x: given[x].repeat_interleave(group, 2) for x in ("q", "k")}, do, **options)
     keys.unit_keys = kept
-    assert asked <= {1}
-    with torch.no_grad():
-        repeated = {x: kept(given[x], group, norm) for x in ("q", "k")}
-    want = passes(name, given | repeated, do, **options)
     want |= {f"d{x}": summed(want[f"d{x}"], group) for x in ("q", "k")}
-    for x in ("q", "k") if norm else ():
-        leaf = given[x].clone().requires_grad_()
-        (want[f"d{x}"],) = torch.autograd.grad(kept(leaf, 1, True), leaf, want[f"d{x}"])
-    return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
+    bound = {f"d{x}": 2 * torch.finfo(dtype).eps for x in ("q", "k") if norm}
+    return sorted({*want} ^ {*found}) + [x for x in found if not alike(found[x], want[x], bound.get(x, 0.0))]
+
+
+def alike(x: torch.Tensor, y: torch.Tensor, bound: float) -> bool:
+    return torch.equal(x, y) or bool(relative_error(x, y) < bound)
 
 
 @pytest.mark.parametrize("name", quick(RULES, "gated", "gates of channels"))
@@ -117,7 +119,7 @@ def test_large_heads(name: str) -> None:
 @pytest.mark.parametrize("name", quick(RULES, "gated"))
 def test_over_ranks(name: str) -> None:
     """A document has several chunks on the last rank, from which gradients come to the first."""
-    found = run_ranks(differences, 2, name, random.randrange(2**31), 180, BF16, False, True, env=INTERPRETED)
+    found = run_ranks(differences, 2, name, random.randrange(2**31), 180, BF16, True, True, env=INTERPRETED)
     assert found == [[], []]
 
 

@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 class Call:
     """`sizes`: of blocks, in each tile of 64 channels. `documents`: their lengths, packed; B sequences of T tokens if
     there are none. `group`: heads that share queries and keys. `errors`: gains are so large that gradients of beta are
-    products of errors."""
+    products of errors. `norm`: queries and keys have any length, and kernels divide by it."""
 
     gates: str
     sizes: tuple[int, ...]
@@ -39,6 +39,7 @@ class Call:
     kind: torch.dtype = F32
     beta: float | None = None
     errors: bool = False
+    norm: bool = False
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -84,6 +85,10 @@ def drawn(call: Call, made: torch.Generator) -> Tensors:
     given = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
     given["k"] = torch.nn.functional.normalize(given["k"], dim=-1) * (1.7 if call.gates == "large keys" else 1.0)
     beta = torch.rand(B, T, H, generator=made) if call.beta is None else torch.full((B, T, H), call.beta)
+    if call.norm:
+        for name in "qk":
+            given[name] *= torch.exp2(torch.randint(-6, 6, given[name].shape[:3], generator=made))[..., None]
+        given["k"][:, :, 5] = 0.0
     given = {name: x.to(BF16).transpose(1, 2) for name, x in given.items()}  # heads are outermost in memory
     if call.errors:
         beta[:, ::9] = 0.0
@@ -107,6 +112,10 @@ def chunk(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor)
             "writes": beta[:, None] * k * left, "decay": b[-1].exp()}  # fmt: skip
 
 
+def norms(x: torch.Tensor) -> torch.Tensor:
+    return (x.square().sum(1) + 1e-6).rsqrt()
+
+
 def passes(x: Tensors, v: torch.Tensor, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs of a chunk, the state that leaves it, and N."""
     N = torch.linalg.solve_triangular(torch.eye(C, dtype=v.dtype) + x["pairs"], v - x["w"] @ S, upper=False)
@@ -124,14 +133,20 @@ def wanted(call: Call, given: Tensors, made: torch.Generator) -> tuple[Tensors, 
             for _, start, length in call.chunks:
                 rows = slice(start, start + length)
                 leaves = [
-                    given[name][b, rows, h // (call.group if name in "qk" else 1)].double().requires_grad_()
+                    given[name][b, rows, h // (call.group if name in "qk" else 1)].double()
                     for name in ("q", "k", "g", "beta")
                 ]
+                if call.norm:
+                    leaves[:2] = [x * norms(x)[:, None] for x in leaves[:2]]
+                leaves = [x.requires_grad_() for x in leaves]
                 v, S, dS = (torch.randn(n, call.V, generator=made).double() for n in (C, call.K, call.K))
                 v[length:] = 0.0
                 v.requires_grad_()
                 do = torch.nn.functional.pad(given["do"][b, rows, h].double(), (0, 0, 0, C - length))
                 x = chunk(*leaves)
+                if call.norm:
+                    both = [given[name][b, rows, h // call.group].double() for name in "qk"]
+                    x["norms"] = torch.stack([norms(torch.nn.functional.pad(y, (0, 0, 0, C - length))) for y in both])
                 o, state, N = passes(x, v, S.bfloat16().double())
                 grads = torch.autograd.grad([o, state], [v, *leaves], [do, dS.bfloat16().double()])
                 for name, dx in zip(("q", "k", "g", "beta"), grads[1:], strict=True):
@@ -157,6 +172,7 @@ class Kernels:
     def __init__(self, call: Call, given: Tensors) -> None:
         self.call, self.given, self.rows, self.tiles = call, given, call.B * call.H, call.K // 64
         self.table = torch.tensor([[start, length, document, 0, 0] for document, start, length in call.chunks]).int()
+        self.norms = _room(2, self.rows, len(call.chunks), C, dtype=F32)
         self.sizes: dict[str, dict[tuple[int, int], list[int]]] = {}
 
     def _launch(
@@ -177,7 +193,7 @@ class Kernels:
         strides = [n for x in given for n in x.stride()[:3]]
         kernel[programs, self.rows](
             *given, *tensors, self.table, *strides, *numbers, K=self.call.K, C=C, PACKED=bool(self.call.documents),
-            GROUP=self.call.group, PDL=False, **constants,
+            GROUP=self.call.group, NORM=self.call.norm, PDL=False, **constants,
         )  # fmt: skip
 
     def scores(self) -> Tensors:
@@ -185,8 +201,9 @@ class Kernels:
         made = {name: _room(*size, C, C) for name in ("pairs", "scores")}
         made |= {name: _room(*size, C, call.K) for name in ("reads", "writes", "w")}
         made |= {"decay": _room(*size, call.K, dtype=F32), "growth": _room(*size, dtype=F32)}
-        self._launch("channel_scores", size[1], [*made.values()], call.tokens, call.H, SCALE, GROWTH=True)
-        return made
+        tensors = [*made.values(), self.norms]
+        self._launch("channel_scores", size[1], tensors, call.tokens, call.H, SCALE, GROWTH=True)
+        return made | {"norms": self.norms.movedim(0, 2)}
 
     def grads(self, left: Tensors, skips: bool = False) -> Tensors:
         """left: by walks, and the gradient of outputs."""
@@ -198,7 +215,7 @@ class Kernels:
         gain = torch.full((self.rows, n), 60.0 if call.errors else 0.0)
         given = [left[x] for x in ("do", "dv", "v_new", "entering", "leaving")]
         self._launch(
-            "channel_grads", n * self.tiles, [*given, skipped, gain, *made.values()], *given[0].stride()[:3],
+            "channel_grads", n * self.tiles, [*given, skipped, gain, self.norms, *made.values()], *given[0].stride()[:3],
             call.tokens, call.H, n, SCALE, V=call.V,
         )  # fmt: skip
         return made | {"dbeta": made["dbeta"].sum(0)}
@@ -246,6 +263,9 @@ CALLS = {
     "sequences": Call("tiles differ", (CHUNK, BLOCK), 128, 128, 130, B=2, H=2),
     "beta 0": Call("mild", (CHUNK,), beta=0.0), "beta 1": Call("strong", (BLOCK,), beta=1.0),
     "errors": Call("mild", (CHUNK, CHUNK), 128, 64, errors=True),
+    "any keys": Call("mild", (CHUNK, CHUNK), 128, 64, 100, H=2, group=2, norm=True),
+    "any keys, packed": Call("tiles differ", (CHUNK, BLOCK), 128, documents=(70, 0, 1, 30), H=2, norm=True),
+    "any keys, growth": Call("growth", (CHUNK,), norm=True), "any keys, errors": Call("mild", (CHUNK,), errors=True, norm=True),
     "errors, strong": Call("strong", (BLOCK,), T=50, errors=True),
 }  # fmt: skip
 

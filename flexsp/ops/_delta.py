@@ -38,7 +38,8 @@ Optional = torch.Tensor | None
 
 
 class Heads(NamedTuple):
-    """Sizes of q, k [B, T, H, K] and v [B, T, HV, V]; HV is a multiple of H."""
+    """Sizes of q, k [B, T, H, K] and v [B, T, HV, V]; HV is a multiple of H. norm: q and k are to be divided by their
+    norms."""
 
     B: int
     T: int
@@ -46,6 +47,7 @@ class Heads(NamedTuple):
     HV: int
     K: int
     V: int
+    norm: bool = False
 
 
 @check.once
@@ -96,20 +98,16 @@ def check_gate_arguments(g: Tensor, like: Tensor, A_log: Optional, dt_bias: Opti
         check.fail("A_log", "a tensor [HV] with use_gate_in_kernel", None)
 
 
-def keys(q: Tensor, k: Tensor, heads: Heads, norm: bool) -> Sequence[Tensor]:
-    """q and k [B, T, H, K], divided by sqrt(sum x^2 + 1e-6) if norm.
-
-    They are repeated for the value heads, [B, T, HV, K], unless the delta engine runs the call: its kernels read
-    grouped heads.
-    """
-    repeats = 1 if _on_engine(heads, q) else heads.HV // heads.H
-    if not norm and repeats == 1:
+def keys(q: Tensor, k: Tensor, heads: Heads) -> Sequence[Tensor]:
+    """q and k of the value heads, [B, T, HV, K], divided by sqrt(sum x^2 + 1e-6) if that is asked for."""
+    repeats = heads.HV // heads.H
+    if not heads.norm and repeats == 1:
         return q, k
     if q.is_cuda and q.dtype != torch.float64 and plain(q, k) and not transformed():
         from flexsp.kernels.keys import unit_keys
 
-        return unit_keys((q, k), repeats, norm)
-    return [keys_in_pytorch.unit_keys(x, repeats, norm) for x in (q, k)]
+        return unit_keys((q, k), repeats, heads.norm)
+    return [keys_in_pytorch.unit_keys(x, repeats, heads.norm) for x in (q, k)]
 
 
 def beta_of(beta: Tensor, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> Tensor:
@@ -141,7 +139,7 @@ def prepared(
     use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, use_gate_in_kernel: bool = False,
     A_log: Optional = None, dt_bias: Optional = None, lower_bound: float | None = None,
 ) -> tuple[Heads, dict[str, Tensor]]:  # fmt: skip
-    """Checks the arguments and makes what the recurrence reads: q, k, v, beta and, unless g is None, g."""
+    """Checks the arguments and makes what the recurrence reads: beta and, unless g is None, g. Others are as given."""
     heads = check_heads(q, k, v, beta, g, steps, by_channel)
     check.check_flag("use_qk_l2norm_in_kernel", norm)
     check.check_flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
@@ -153,20 +151,15 @@ def prepared(
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 check.fail(name, "None without use_gate_in_kernel", "a tensor")
-    q_unit, k_unit = keys(q, k, heads, norm)
-    tokens = {"q": q_unit, "k": k_unit, "v": v, "beta": beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
+    tokens = {"q": q, "k": k, "v": v, "beta": beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
     if g is not None:
         if use_gate_in_kernel:
             g = activated(g, q, A_log, dt_bias, lower_bound)
         else:
             check.check_non_positive("g", g, "natural-log gates <= 0")
         tokens["g"] = g
-    return heads, tokens
-
-
-def _clamps(name: str, heads: Heads, q: Tensor) -> bool:
-    """Whether the kernels of this call clamp gates themselves. In graphs torch.compile fuses the clamp with others."""
-    return name != "deltanet" and _on_engine(heads, q)
+    B, T, H, HV, K, V, _ = heads
+    return Heads(B, T, H, HV, K, V, norm), tokens
 
 
 def _on_engine(heads: Heads, q: Tensor) -> bool:
@@ -181,6 +174,12 @@ def _state(heads: Heads, call: Call, group: SequenceParallel | None, x: Tensor) 
     return initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, group, x)
 
 
+def _sizes(heads: Heads) -> Heads:
+    """With plain integers for what programs are made for."""
+    H, HV, K, V = known(*heads[2:6])
+    return Heads(heads.B, heads.T, H, HV, K, V, heads.norm)
+
+
 def run(
     name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
 ) -> tuple[Tensor, Optional]:  # fmt: skip
@@ -189,23 +188,29 @@ def run(
     Args:
         steps: keys of a token. `heads.T` and ``cu_seqlens`` count tokens, not keys.
     """
-    q, heads = tokens["q"], Heads(*heads[:2], *known(*heads[2:]))
+    q, heads = tokens["q"], _sizes(heads)
+    on_engine = _on_engine(heads, q)  # its kernels read grouped heads, divide by norms, and clamp gates
+    if not on_engine:
+        tokens = tokens | dict(zip("qk", keys(q, tokens["k"], heads), strict=True))
     group = check.resolve(call.sp, q)
     check.check_cu_seqlens(call.cu_seqlens, call.cu_seqlens_cpu, q, "q", group)
     initial, N = _state(heads, call, group, q), check.number_of_states(heads.B, call.cu_seqlens)
     factor = factor_of(scale, heads.K)
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
-    if "g" in tokens and not _clamps(name, heads, q):
+    if "g" in tokens and not on_engine:
         tokens = tokens | {"g": clamped(tokens["g"], q)}
-    apart = steps > 1 and not _on_engine(heads, q)
+    apart = steps > 1 and not on_engine
     if apart:
         tokens = tokens | _by_key(tokens, steps)
     if name == "deltanet":
         tokens = {"b" if key == "beta" else key: x for key, x in tokens.items()}
     bounds = None if call.cu_seqlens is None else call.cu_seqlens if steps == 1 else call.cu_seqlens * steps
     blocks = ColumnBlocks.of(heads.V) if asks_for_kernels(q.is_cuda, q.dtype) else ColumnBlocks(heads.V, 1, heads.V)
-    shared = heads.HV * blocks.n // known(q.shape[2])[0]
-    sizes = Sizes(heads.HV * blocks.n, heads.K, blocks.width, factor, steps, shared, 1 if apart else steps)
+    shared = heads.HV * blocks.n // known(tokens["q"].shape[2])[0]
+    sizes = Sizes(
+        heads.HV * blocks.n, heads.K, blocks.width, factor, steps, shared, 1 if apart else steps,
+        heads.norm and on_engine,
+    )  # fmt: skip
     tokens = {x: blocks.values(t) if x == "v" else t if x in "qk" else blocks.repeated(t) for x, t in tokens.items()}
     o, final = run_program(name, sizes, tokens, blocks.states(initial), bounds, group)
     o, final = blocks.outputs(o), blocks.joined(final)
@@ -227,7 +232,7 @@ def recurrent(
     """`run` token by token, on this rank alone; with ``cu_seqlens`` in chunks, on this rank alone too."""
     if call.cu_seqlens is not None:
         return run(name, heads, tokens, scale, call, steps)
-    q, k = (keys_in_pytorch.unit_keys(tokens[x], heads.HV // tokens[x].shape[2], False) for x in ("q", "k"))
+    q, k = keys(tokens["q"], tokens["k"], heads)
     v, beta, g = tokens["v"], tokens["beta"], tokens.get("g")
     initial = _state(heads, call, None, q)
     decay = None if g is None else clamped(g, q).exp()

@@ -81,6 +81,7 @@ class Sizes(NamedTuple):
         steps: keys of a token.
         heads_per_key: heads that share one query and key.
         rows_per_token: rows of keys and values for one row of queries and gates.
+        norm: queries and keys are divided by their norms, which only the delta engine does.
     """
 
     H: int
@@ -90,6 +91,7 @@ class Sizes(NamedTuple):
     steps: int = 1
     heads_per_key: int = 1
     rows_per_token: int = 1
+    norm: bool = False
 
 
 def known(*sizes: int) -> list[int]:
@@ -105,8 +107,10 @@ def factor_of(scale: float | None, K: int) -> float:
 @functools.lru_cache(maxsize=64)
 def _program(name: str, sizes: Sizes) -> LinearAttention:
     module = importlib.import_module(f"flexsp.variants.{name}")
-    H, K, V, scale, steps, shared, rows = sizes
-    options = {} if scale is None else {"scale": scale}
+    H, K, V, scale, steps, shared, rows, norm = sizes
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if norm:
+        options["lowerings"] = [importlib.import_module("flexsp.variants.delta_rule").OF_ANY_KEYS]
     made: LinearAttention = run_in_clean_thread(torch.device("cpu"), lambda: module.make(H, K, V, **options))
     made.remedy = "Tensors in float64, or on CPU, run in PyTorch."
     if steps > 1 or shared > 1:

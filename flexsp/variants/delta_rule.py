@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import Lowering
+from flexsp.compiler.frontend.program import Program
+from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.kernels.launch_plan import LaunchPlan
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
 
-__all__ = ["DELTA_RULE"]
+__all__ = ["DELTA_RULE", "OF_ANY_KEYS"]
 
 _F32 = torch.float32
 
@@ -27,9 +29,12 @@ class _DeltaRule(Lowering):
     channels; "scale" is a number.
 
     Only on Hopper. Not of a given chunk size, heads of more than 256, and q, k and v of different dtypes.
+
+    norm: q and k are divided by their norms, which the program's functions do not do: nothing else may run its calls.
     """
 
-    name = "delta_rule"
+    def __init__(self, name: str, norm: bool) -> None:
+        self.name, self.norm = name, norm
 
     def plan(
         self, code: Generated, given: CallSpec, initial: bool, n_docs: int, returns_final: bool,
@@ -38,16 +43,23 @@ class _DeltaRule(Lowering):
         from flexsp.kernels.delta.calls import launch_plan_of
 
         looks = {x: (dtype, given.shapes[x]) for x, dtype in zip(given.names, given.dtypes, strict=True)}
-        if not _runs(code, looks, given.device):
-            return None
         beta, gate = _names(code)
-        if given.tokens_per_row("q") > 1 and gate is not None and len(given.shapes[gate]) == 3:
-            return None  # kernels for gates of channels have a token's key, query and gate in one row
+        # Kernels for gates of channels have a token's key, query and gate in one row.
+        apart = given.tokens_per_row("q") > 1 and gate is not None and len(given.shapes[gate]) == 3
+        if apart or not _runs(code, looks, given.device):
+            if self.norm:
+                raise NotEmittable("only the delta engine divides q and k by their norms, and does not take the call")
+            return None
         description, scale = code.program.description(given.dtype, n_docs > 0), code.program.meta.numbers["scale"]
         chained = sp is not None and sp.world_size > 1
         return launch_plan_of(
-            given, beta, gate, scale, initial, n_docs, returns_final, chained, description, code.program.merge.name
-        )
+            given, beta, gate, scale, initial, n_docs, returns_final, chained, description, code.program.merge.name,
+            self.norm,
+        )  # fmt: skip
+
+    def in_pytorch(self, program: Program, *given: Any) -> None:
+        if self.norm:
+            raise NotEmittable("only kernels divide q and k by their norms, and none run here")
 
     def serves(self, code: Generated, inputs: Mapping[str, TensorSpec]) -> bool:
         beta, gate = _names(code)
@@ -83,4 +95,5 @@ def _runs(code: Generated, inputs: Mapping[str, TensorSpec], device: torch.devic
     return alike and engine_runs(shapes["q"][-1], shapes["v"][-1], device)
 
 
-DELTA_RULE = _DeltaRule()
+DELTA_RULE = _DeltaRule("delta_rule", norm=False)
+OF_ANY_KEYS = _DeltaRule("delta_rule_of_any_keys", norm=True)

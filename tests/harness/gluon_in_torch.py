@@ -22,8 +22,10 @@ __all__ = ["Kernel", "install"]
 
 _KERNELS = Path(__file__).parents[2] / "flexsp" / "kernels"
 _NAME = "flexsp.kernels.diagonal.hopper_walks"
+launched: set[str] = set()  # names of the kernels that ran in this process
 _LAYOUTS = (
     "BlockedLayout", "NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "SwizzledSharedLayout",
+    "DistributedLinearLayout",
 )  # fmt: skip
 Tensor = torch.Tensor
 
@@ -52,7 +54,7 @@ class _Pointer:
         return torch.where(here, at, 0), here
 
 
-def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     at, here = pointer.places(mask)
     memory = pointer.memory
     found = memory[at] if len(memory) else torch.zeros(at.shape, dtype=memory.dtype)
@@ -63,6 +65,13 @@ def _store(pointer: _Pointer, x: Any, mask: Tensor | None = None) -> None:
     at, here = pointer.places(mask)
     x = torch.broadcast_to(torch.as_tensor(x).to(pointer.memory.dtype), at.shape)
     pointer.memory[at[here]] = x[here]
+
+
+def _atomic_add(pointer: _Pointer, x: int, sem: str, scope: str) -> Tensor:
+    assert (sem, scope) == ("acq_rel", "gpu")
+    found = _load(pointer).clone()
+    _store(pointer, found + x)
+    return found
 
 
 class _Shared:
@@ -130,6 +139,11 @@ def _multiply(a: Any, b: Any, sums: Any, use_acc: bool = True, is_async: bool = 
     return _Product(compute)
 
 
+def _multiply_at_once(a: Tensor, b: Tensor, sums: Tensor, input_precision: str | None = None) -> Tensor:
+    assert a.dtype == b.dtype == (torch.float32 if input_precision else torch.bfloat16)
+    return a.float() @ b.float() + sums
+
+
 def _wait(outstanding: int, products: Sequence[Any]) -> Any:
     found = [x.done() if isinstance(x, _Product) else x for x in products]
     return found[0] if len(found) == 1 else found
@@ -142,7 +156,8 @@ def _power(x: Tensor) -> Tensor:
 
 _INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "ex2.approx.ftz.f32": _power, "setp.eq.u32": lambda x, y: x == y, "and.b32": lambda x, y: x & y,
-    "or.b32": lambda x, y: x | y, "selp.b32": lambda x, y, which: torch.where(which, x, y),
+    "or.b32": lambda x, y: x | y, "xor.b32": lambda x, y: x ^ y,
+    "selp.b32": lambda x, y, which: torch.where(which, x, y),
 }  # fmt: skip
 
 
@@ -263,6 +278,7 @@ class Kernel:
 
     def _names(self) -> dict[str, Any]:
         from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
+        from flexsp.kernels.keys_in_pytorch import EPS
         from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
         gl: Any = types.SimpleNamespace(
@@ -271,13 +287,16 @@ class Kernel:
             arange=lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32),
             load=_load, store=_store,
             zeros=lambda shape, dtype, layout=None: torch.zeros(tuple(shape), dtype=dtype),
+            full=lambda shape, x, dtype, layout=None: torch.full(tuple(shape), x, dtype=dtype), exp2=torch.exp2,
             where=lambda mask, x, y: torch.where(torch.as_tensor(mask), x, y), abs=torch.abs, log2=torch.log2,
+            rsqrt=torch.rsqrt, atomic_add=_atomic_add,
             sum=lambda x, axis: x.sum(axis, dtype=x.dtype), max=lambda x, axis: x.amax(axis), reduce=_reduce,
             associative_scan=_scan, minimum=_smaller, maximum=_larger, inline_asm_elementwise=_assembly,
             reshape=lambda x, shape: x.reshape(tuple(shape)), permute=lambda x, order: x.permute(order),
             convert_layout=lambda x, layout, assert_trivial=False: x, static_range=range,
             allocate_shared_memory=_shared, thread_barrier=lambda: None,
             NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda shape, kind: None),
+            PaddedSharedLayout=types.SimpleNamespace(with_identity_for=lambda *args: None),
         )  # fmt: skip
         for name in _LAYOUTS:
             setattr(gl, name, lambda *args: None)
@@ -289,7 +308,7 @@ class Kernel:
             "tl": types.SimpleNamespace(PropagateNan=types.SimpleNamespace(ALL=True)),
             "async_copy": copies, "fence_async_shared": lambda: None, "warpgroup_mma": _multiply,
             "warpgroup_mma_wait": _wait, "GATE_MIN": GATE_MIN.value, "LOG2E": LOG2E.value, "ALIKE": ALIKE.value,
-            "LEAST_BETA": LEAST_BETA.value,
+            "LEAST_BETA": LEAST_BETA.value, "EPS": EPS, "mma_v2": _multiply_at_once,
         }  # fmt: skip
 
     def _copy(self, to: _Shared, pointer: _Pointer, mask: Tensor | None = None) -> None:
@@ -311,6 +330,7 @@ class Kernel:
             given = [_memory(x, name) for name, x in zip(self.arg_names, args, strict=False)]
             constants = {name: x for name, x in constants.items() if name in self.arg_names}
             self.grid[:] = (*grid, 1, 1)[:3]
+            launched.add(self.kernel.__name__)
             for place in itertools.product(*map(range, self.grid)):
                 self.program[:] = place
                 self.kernel(*given, **constants)
@@ -327,6 +347,24 @@ def _memory(x: Any, name: str) -> Any:
     x = x.detach()
     size = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
     return _Pointer(torch.as_strided(x, (size,), (1,)), 0, name)
+
+
+def install_delta() -> None:
+    """In this process, calls of the delta engine run its kernels in Gluon where these run such calls."""
+    from flexsp.kernels.delta import calls
+    from flexsp.runtime import triton_private
+
+    found = {
+        "hopper_walks": ("forward", "backward"), "hopper_grads": ("grads",),
+        "hopper_wy_transform": ("wy_inverse", "inverse"), "hopper_channels": ("channel_scores", "channel_grads"),
+        "hopper_horizon": ("segment_horizon",),
+    }  # fmt: skip
+    for file, names in found.items():
+        module: Any = types.ModuleType(f"flexsp.kernels.delta.{file}")
+        for name in names:
+            setattr(module, name, Kernel(f"delta/{file}.py", name))
+        sys.modules[module.__name__] = module
+    triton_private.runs_gluon = calls.runs_gluon = lambda: True
 
 
 def install() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,8 @@ class _Buffers(LaunchPlan):
         transition_nonzero: which segments' matrices count: not where states decay to nothing, or a document begins.
         gates, bounds, gain: what `wy_inverse` leaves of chunks.
         keys, chunk_beta: queries and keys of walks, and what they multiply keys by.
+        unit: copies of unit length that kernels read in place of q and k, if kernels do not divide by `norms`.
+        norms: 1 / norm of queries and keys of chunks, for kernels that divide by these themselves.
         to_keys: gradients of q and k, of each head.
         segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
             with those of the call.
@@ -41,6 +43,8 @@ class _Buffers(LaunchPlan):
     gain: str | None
     keys: list[str]
     chunk_beta: str | None
+    unit: dict[str, str]
+    norms: str | None
     to_keys: list[str]
     segment_states: str | None
     segment_gradients: str | None
@@ -55,7 +59,13 @@ class BasePlan(_Buffers):
         beta: the name of the input beta.
         gate: that of the log gates, None where the state does not decay.
         types: dtypes of beta and of the gates.
+        norm: q and k are to be divided by their norms.
+        divides: kernels do that as they read q and k.
+        finishes: kernels of gradients sum those of heads that share queries and keys, and take them back through norms.
     """
+
+    divides: ClassVar[bool] = False
+    finishes: ClassVar[bool] = False
 
     tiling: Tiling
     dtype: torch.dtype
@@ -67,9 +77,11 @@ class BasePlan(_Buffers):
     returns_final: bool
     description: str
     name: str
+    norm: bool = False
 
     def settled(self) -> dict[str, Any]:
         scanned, rounds, decays = self.tiling.scanned, self.dtype == torch.bfloat16, self.gate is not None
+        own_gradients = self.tiling.group == 1 and not self.norm
         return {
             "sparse": self.n_docs > 0, "scanned": scanned, "aligned_gradient": self.tiling.tiles.copies,
             "rounds": rounds, "half": self.dtype if rounds else torch.float32,
@@ -77,7 +89,9 @@ class BasePlan(_Buffers):
             "transition_nonzero": "@transition_nonzero" if decays or (self.tiling.n_docs and scanned) else None,
             "gates": "@gates" if decays else None, "bounds": "@bounds" if decays and scanned else None,
             "gain": "@gain" if rounds else None, "keys": ["q", "k"], "chunk_beta": "@chunk_beta",
-            "to_keys": ["d_q", "d_k"] if self.tiling.group == 1 else ["@dq", "@dk"],
+            "unit": {"q": "@q", "k": "@k"} if self.norm and not self.divides else {},
+            "norms": "@norms" if self.norm and self.divides else None,
+            "to_keys": ["d_q", "d_k"] if own_gradients else ["@dq", "@dk"],
             "segment_states": "@states" if scanned else None, "segment_gradients": "@dstates" if scanned else None,
         }  # fmt: skip
 
@@ -86,7 +100,8 @@ class BasePlan(_Buffers):
         inputs: Sequence[str | None] = (), *, kernel: Any = None, reads: Sequence[str] | None = None,
         in_place: Collection[str] = (), counts: Mapping[str, int] | None = None, **constants: Any,
     ) -> LaunchSpec:  # fmt: skip
-        """As `launch`. Counts and sizes of the call are passed by name: the kernel gets those that it takes.
+        """As `launch`, with the `unit` copies of queries and keys if there are some. Counts and sizes of the call are
+        passed by name: the kernel gets those that it takes.
 
         Args:
             inputs: those whose strides the kernel takes, before its counts; the strides of None are 0.
@@ -101,8 +116,19 @@ class BasePlan(_Buffers):
             "K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols, "COLS": how.cols, "C": p.chunk, "GATED": self.gated,
             "GROUP": p.group, "STEPS": p.steps, **dots(self.dtype),
         }  # fmt: skip
-        strides = [n for x in inputs for n in ([0, 0, 0] if x is None else [x])]
+        strides = [n for x in inputs for n in self._strides(x)]
+        pointers = [x if x is None else self.unit.get(x, x) for x in pointers]
+        reads = None if reads is None else [self.unit.get(x, x) for x in reads]
         return self.launch(
             kind, how, grid, pointers, writes, [*strides, *(numbers[x] for x in taken if x in numbers)],
             {x: sizes[x] for x in taken if x in sizes} | constants, reads=reads, in_place=in_place, kernel=kernel,
         )  # fmt: skip
+
+    def _strides(self, name: str | None) -> Sequence[int | str]:
+        """From sequence to sequence, token to token and head to head, or the input that has them."""
+        if name is None:
+            return 0, 0, 0
+        if name not in self.unit:
+            return (name,)
+        _, rows, heads, width = self.buffers[self.unit[name]].shape
+        return rows * heads * width, heads * width, width

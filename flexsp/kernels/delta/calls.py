@@ -16,13 +16,13 @@ __all__ = ["launch_plan_of"]
 
 def launch_plan_of(
     given: CallSpec, beta: str, gate: str | None, scale: float, initial: bool, n_docs: int,
-    returns_final: bool, chained: bool, description: str, name: str,
+    returns_final: bool, chained: bool, description: str, name: str, norm: bool = False,
 ) -> DeltaPlan:  # fmt: skip
     """The plan for inputs q, k, v, beta [T, H] and gates [T, H] or [T, H, K]; see `DeltaPlan`.
 
     H is a multiple of the heads of q and k, and T of the rows of q and of gates a token.
 
-    chained: over several ranks.
+    chained: over several ranks. norm: q and k are to be divided by their norms.
     """
     types = dict(zip(given.names, given.dtypes, strict=True))
     K, V = given.shapes["q"][-1], given.shapes["v"][-1]
@@ -36,7 +36,7 @@ def launch_plan_of(
         kind = _in_gluon(by_channel)
         given.require_vectors("q", "k", "v", *([str(gate)] if by_channel else []))
     kinds = types[beta], torch.float32 if gate is None else types[gate]
-    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, returns_final, description, name)
+    return kind(tiling, given.dtype, beta, gate, kinds, scale, initial, returns_final, description, name, norm)
 
 
 def _in_gluon(by_channel: bool) -> type[DeltaPlan]:

@@ -124,7 +124,7 @@ class ChannelPlan(DeltaPlan):
 
     def _summed(self) -> list[LaunchSpec]:
         sums = [] if self._panels == 1 else [step("sum", _sum, ("@dbeta",), (gradient_of(self.beta),))]
-        return [*self._sum_of_groups(), *sums]
+        return [*self._unit_keys_grad(), *sums]
 
 
 def _sum(parts: torch.Tensor, to: torch.Tensor) -> None:

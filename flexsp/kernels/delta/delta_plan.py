@@ -12,7 +12,7 @@ import torch
 from flexsp.kernels.delta import grads, scan_segments, walks, wy_transform
 from flexsp.kernels.delta.exact_plan import ExactPlan, choose
 from flexsp.kernels.delta.tiling import Part
-from flexsp.kernels.keys import unit_keys_grad_kernel
+from flexsp.kernels.keys import unit_keys_grad_kernel, unit_keys_kernel
 from flexsp.kernels.launch_plan import Buffer, Layout, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, scan, unit, zeroed
 
@@ -33,7 +33,7 @@ class DeltaPlan(ExactPlan):
         wy_transform.wy_inverse, wy_transform.wy_transform, walks.summarize, scan_segments.scan_segments,
         walks.output, walks.chunk_states, walks.summarize_backward, walks.output_backward, grads.grads,
         grads.reduce_gate_grads,
-    ) | {"sum_of_groups": unit_keys_grad_kernel}  # fmt: skip
+    ) | {"unit_keys": unit_keys_kernel, "unit_keys_grad": unit_keys_grad_kernel}  # fmt: skip
 
     # Buffers
 
@@ -60,13 +60,16 @@ class DeltaPlan(ExactPlan):
             "@bounds": (_F32, (p.B * p.H, 2, p.n_chunks)),
             "@chunks_within_horizon": (torch.int32, (2, p.B * p.H, p.n_seg)),
             "@chunk_beta": (_F32, (*chunks, C)),
-            "@decays": (_F32, (2, *chunks, C)),
+            "@decays": (_F32, (2 if self.norms is None else 4, *chunks, C)),
+            "@norms": (_F32, (2, *chunks, C)),
             "@inverse": (half, (*chunks, C, C)),
             "@u": (half, (*chunks, C, p.V)),
             "@w": (half, (*chunks, C, p.K)),
             "@scores": (half, (*chunks, C, C)),
             "@exact": (torch.int32, chunks),
             "@gain": (_F32, chunks),
+            "@q": (self.dtype, (p.B, p.T // p.steps, p.H // p.group, p.K)),
+            "@k": (self.dtype, (p.B, p.T, p.H // p.group, p.K)),
         }
         scratch: dict[str, Layout] = {
             "@dstates": (_F32, of_segments),
@@ -77,6 +80,7 @@ class DeltaPlan(ExactPlan):
             "@leaving": (half, (*held, p.V, p.K)),
             "@v_new": (half, (*held, p.V, C)),
             "@dv_new": (half, (*held, p.V, C)),
+            "@done": (torch.int32, (p.B * p.H // p.group, p.n_chunks)),
             "@parts": (_F32, (1 if self.gate is None else 3, self._tiles_of_keys, *chunks, C)),
             "@dq": (self.dtype, (p.B, p.T // p.steps, p.H, p.K)),
             "@dk": (self.dtype, (p.B, p.T, p.H, p.K)),
@@ -109,7 +113,7 @@ class DeltaPlan(ExactPlan):
     def forward(self) -> list[LaunchSpec]:
         given, final = "@initial" if self.initial else None, "@final" if self.returns_final else None
         chosen = [choose(self)] if self.rounds else []
-        launches = [*self._before_states(), *chosen]
+        launches = [*self._unit_keys(), *self._before_states(), *chosen]
         if self.scanned:
             launches += [*self._summarize(given), *self.exact_forward("summarize", given)]
             launches += self._scan("@states", reverse=False)
@@ -256,22 +260,34 @@ class DeltaPlan(ExactPlan):
 
     def _summed(self) -> list[LaunchSpec]:
         """Sums of what all chunks left."""
-        return [self._reduce_gate_grads(), *self._sum_of_groups()]
+        return [self._reduce_gate_grads(), *self._unit_keys_grad()]
 
-    def _sum_of_groups(self) -> list[LaunchSpec]:
-        """Gradients of q and k, of those of heads that share them."""
+    def _unit_keys(self) -> list[LaunchSpec]:
+        """Copies of q and k that are divided by their norms."""
+        made = *self.unit.values(),
+        return [self._of_keys("unit_keys", ("q", "k", *made), ("q", "k"), made, 1, True)] if made else []
+
+    def _unit_keys_grad(self) -> list[LaunchSpec]:
+        """Gradients of q and k: sums of those of heads that share them, taken back through the norm. Kernels that
+        finish them do that themselves."""
         p, made = self.tiling, ("d_q", "d_k")
-        if p.group == 1:
+        if self.finishes or self.to_keys == [*made]:
             return []
-        block = 1 << (p.K - 1).bit_length()
+        reads = *(("q", "k") if self.norm else ()), *self.to_keys
+        return [self._of_keys("unit_keys_grad", ("q", "k", *self.to_keys, *made), reads, made, p.group, self.norm)]
+
+    def _of_keys(
+        self, kind: str, pointers: tuple[str, ...], reads: tuple[str, ...], writes: tuple[str, ...], repeats: int,
+        norm: bool,
+    ) -> LaunchSpec:  # fmt: skip
+        p, how, block = self.tiling, Launch(0, 4, 1), 1 << (self.tiling.K - 1).bit_length()
         heads, lines = p.H // p.group, max(1, 2048 // block)
-        constants = {"K": p.K, "BK": block, "ROWS": lines, "REPEATS": p.group, "NORM": False}
-        how, tokens = Launch(0, 4, 1), p.T // p.steps
         rows = p.B * p.T * heads
-        return [LaunchSpec(
-            "sum_of_groups", how, (-(-rows // lines), 2, 1), ("q", "k", *self.to_keys, *made), tuple(self.to_keys),
-            made, ("q", "k", rows // p.steps, tokens, rows, p.T, heads), constants, how.options,
-        )]  # fmt: skip
+        constants = {"K": p.K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
+        return LaunchSpec(
+            kind, how, (-(-rows // lines), 2, 1), pointers, reads, writes,
+            ("q", "k", rows // p.steps, p.T // p.steps, rows, p.T, heads), constants, how.options,
+        )  # fmt: skip
 
     def _reduce_gate_grads(self) -> LaunchSpec:
         p, how = self.tiling, Launch(min(32, 1 << (self.tiling.H - 1).bit_length()), 4, 1)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR, begins
 from flexsp.kernels.delta.wy_transform import sum_over
+from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, store_state
 from flexsp.runtime.launch import begin
 
@@ -32,6 +33,7 @@ ALIKE = tl.constexpr(1 / 3)
 With beta up to 1 random keys of 128 channels have 0.25 at most, one key 0.35 to 1 (docs/math.md, section 7)."""
 LEAST_BETA = tl.constexpr(2.0**-40)
 GROUP_OF_CHUNKS = tl.constexpr(8)
+_EPS = tl.constexpr(EPS)
 _MANY = tl.constexpr(128)
 
 
@@ -79,6 +81,20 @@ def _row(base, n, stride, cols, width, when):
 
 
 @triton.jit
+def _inverse_norm(row):
+    return tl.rsqrt(tl.sum(tl.fma(row, row, 0.0), axis=0) + _EPS)  # `sum_over` keeps no 0.0 behind a square
+
+
+@triton.jit
+def _key(base, n, stride, cols, width, when, NORM: tl.constexpr):
+    """A row of queries or keys, divided by its norm if NORM."""
+    row = _row(base, n, stride, cols, width, when)
+    if NORM:
+        row *= _inverse_norm(row)
+    return row
+
+
+@triton.jit
 def _number(base, n, stride, when):
     return tl.load(base + n * stride, mask=when, other=0.0).to(tl.float32)
 
@@ -111,7 +127,7 @@ def exact_forward(
     held, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     READS: tl.constexpr, KEEPS: tl.constexpr, SUMS: tl.constexpr, NONZERO: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    STEPS: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A walk from the first token of a segment to its last: READS, KEEPS and SUMS as in `hopper_walks.forward`."""
     begin(PDL)
@@ -158,14 +174,14 @@ def exact_forward(
         if KEEPS:
             to = entering + (row * held + c - before * per_seg) * V * K
             tl.store(to + cols[None, :] * K + rows[:, None], S, mask=(rows < K)[:, None] & (cols < V)[None, :])
-        kn = _row(k, start, k_st, rows, K, length > 0)
+        kn = _key(k, start, k_st, rows, K, length > 0, NORM)
         vn = _row(v, start, v_st, cols, V, of_state & (length > 0))
         bn = _number(beta, start, beta_st, length > 0)
         left = _decay(g, start, g_st, rows, length > 0, K, GATED, STEPS)
         for i in range(0, length):
             n = start + i
             more = i + 1 < length  # the next token is read ahead
-            k1 = _row(k, n + 1, k_st, rows, K, more)
+            k1 = _key(k, n + 1, k_st, rows, K, more, NORM)
             v1 = _row(v, n + 1, v_st, cols, V, of_state & more)
             b1 = _number(beta, n + 1, beta_st, more)
             left1 = _decay(g, n + 1, g_st, rows, more, K, GATED, STEPS)
@@ -174,7 +190,7 @@ def exact_forward(
             S += kn[:, None] * (error * bn)[None, :]
             if READS:
                 reads = n % STEPS == STEPS - 1
-                found = sum_over(S * _row(q, n // STEPS, q_st, rows, K, reads)[:, None], 0) * scale
+                found = sum_over(S * _key(q, n // STEPS, q_st, rows, K, reads, NORM)[:, None], 0) * scale
                 tl.store(o + n // STEPS * H * V + cols, found.to(o.dtype.element_ty), mask=(cols < V) & reads)
             kn, vn, bn, left = k1, v1, b1, left1
         if PACKED and LEAVES:
@@ -194,7 +210,7 @@ def exact_backward(
     beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, before, held,
     scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr,
     ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    GROUP: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A walk from the last token of a segment to its first, as `hopper_walks.backward`; dv is made elsewhere."""
     begin(PDL)
@@ -231,10 +247,10 @@ def exact_backward(
             tl.store(to + cols[None, :] * K + rows[:, None], dS, mask=(rows < K)[:, None] & (cols < V)[None, :])
         for i in range(0, length):
             n = start + length - 1 - i
-            kn = _row(k, n, k_st, rows, K, True)
+            kn = _key(k, n, k_st, rows, K, True, NORM)
             reads = n % STEPS == STEPS - 1
             of_output = _row(do, n // STEPS, do_st, cols, V, reads) * scale
-            dS += _row(q, n // STEPS, q_st, rows, K, reads)[:, None] * of_output[None, :]
+            dS += _key(q, n // STEPS, q_st, rows, K, reads, NORM)[:, None] * of_output[None, :]
             y = sum_over(dS * kn[:, None], 0) * _number(beta, n, beta_st, True)
             dS -= kn[:, None] * y[None, :]
             dS = _decayed(dS, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.delta.exact import GROUP_OF_CHUNKS, _decay, _decayed, _number, _row, of_head
+from flexsp.kernels.delta.exact import (
+    GROUP_OF_CHUNKS,
+    _decay,
+    _decayed,
+    _inverse_norm,
+    _key,
+    _number,
+    _row,
+    of_head,
+)
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR
 from flexsp.kernels.delta.wy_transform import sum_over
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_state
@@ -23,7 +32,7 @@ def _add(base, i, x, N: tl.constexpr, index, more):
 def _panel(
     q, k, v, beta, g, do, entering, leaving, dv, rows_of_chunk, start, length, v0, H, of_beta, of_gate, q_st, k_st,
     v_st, beta_st, g_st, do_st, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """What BV columns of the values from v0 on add to the rows A, B and those of dq, each [C, K]; to dbeta and to that
     of a gate a token, -v dv, both [C]; and the products of the states that leave, summed [BK]."""
@@ -37,7 +46,7 @@ def _panel(
     for i in range(0, length):
         n = start + i
         S = _decayed(S, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
-        kn = _row(k, n, k_st, rows, K, True)
+        kn = _key(k, n, k_st, rows, K, True, NORM)
         error = _row(v, n, v_st, cols, V, True) - sum_over(S * kn[:, None], 0)
         S += kn[:, None] * (error * _number(beta, n, beta_st, True))[None, :]
         tl.store(errors + i * BV + panel, error)
@@ -47,11 +56,11 @@ def _panel(
     for j in range(0, length):
         i = length - 1 - j
         n = start + i
-        kn = _row(k, n, k_st, rows, K, True)
+        kn = _key(k, n, k_st, rows, K, True, NORM)
         bn = _number(beta, n, beta_st, True)
         reads = n % STEPS == STEPS - 1
         of_output = _row(do, n // STEPS, do_st, cols, V, reads) * scale
-        dS += _row(q, n // STEPS, q_st, rows, K, reads)[:, None] * of_output[None, :]
+        dS += _key(q, n // STEPS, q_st, rows, K, reads, NORM)[:, None] * of_output[None, :]
         error = tl.load(errors + i * BV + panel)
         p = sum_over(dS * kn[:, None], 0)
         y = p * bn
@@ -67,7 +76,7 @@ def _panel(
     for i in range(0, length):
         n = start + i
         S = _decayed(S, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
-        kn = _row(k, n, k_st, rows, K, True)
+        kn = _key(k, n, k_st, rows, K, True, NORM)
         y = tl.load(of_values + i * BV + panel)
         _add(to_b, i, sum_over(S * y[None, :], 1), K, rows, v0 > 0)
         error = tl.load(errors + i * BV + panel)
@@ -84,6 +93,7 @@ def _chunk(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, row, c, place, heads, T,
     H, n_chunks, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     b = row // H
     h = row % H
@@ -106,6 +116,7 @@ def _chunk(
         of_beta, of_gate, kept = _panel(
             q, k, v, beta, g, do, entering + place * V * K, leaving + place * V * K, dv, rows_of_chunk, start, length,
             v0, H, of_beta, of_gate, q_st, k_st, v_st, beta_st, g_st, do_st, scale, K, BK, V, BV, C, GATED, STEPS,
+            NORM,
         )  # fmt: skip
         behind += kept
     if GATED == SCALAR:
@@ -117,13 +128,22 @@ def _chunk(
         a = _row(rows_of_chunk, i, K, rows, K, True)
         read = _row(rows_of_chunk + C * K, i, K, rows, K, True)
         of_query = _row(rows_of_chunk + 2 * C * K, i, K, rows, K, True)
-        tl.store(dk + n * H * K + rows, (a - read).to(dk.dtype.element_ty), mask=rows < K)
+        of_key, key, query = a - read, _row(k, n, k_st, rows, K, True), _row(q, n // STEPS, q_st, rows, K, reads)
+        if NORM:
+            of_one_key, of_one_query = _inverse_norm(key), _inverse_norm(query)
+            if GATED == CHANNEL:
+                key *= of_one_key
+                query *= of_one_query
+            else:
+                of_key *= of_one_key
+                of_query *= of_one_query
+        tl.store(dk + n * H * K + rows, of_key.to(dk.dtype.element_ty), mask=rows < K)
         tl.store(dq + n // STEPS * H * K + rows, of_query.to(dq.dtype.element_ty), mask=(rows < K) & reads)
-        of_query *= _row(q, n // STEPS, q_st, rows, K, reads)
+        of_query *= query
         if GATED == SCALAR:
             of_gate += tl.where(index == i, sum_over(of_query, 0), 0.0)
         if GATED == CHANNEL:
-            behind += of_query - _row(k, n, k_st, rows, K, True) * (a + read)
+            behind += of_query - key * (a + read)
             found = tl.where(_row(g, n, g_st, rows, K, True) < GATE_MIN, 0.0, behind)
             tl.store(dg + ((b * T + n) * H + h) * K + rows, found.to(dg.dtype.element_ty), mask=rows < K)
     zeros = tl.zeros([C], tl.float32)
@@ -148,9 +168,11 @@ def exact_grads(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_chunks, before,
     count, held, groups, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of `count` chunks behind those `before`; entering and leaving S^T [B H, held, V, K].
+
+    NORM: q and k are divided by their norms, and so are the dq and dk of these, but with a gate a channel.
 
     With a gate a channel also dg [B, T, H, K] and dbeta [TILES, B, T, H], all but the first zeros; else dbeta is
     `parts` of `grads`, with as many tiles, zeros likewise.
@@ -176,5 +198,5 @@ def exact_grads(
                     q, k, v, beta, g, do, entering, leaving, rows_of_chunk, dq, dk, dv, dbeta, dg, table, q_sb, q_st,
                     q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st,
                     do_sh, row, c, row * held + c - before, heads, T, H, n_chunks, scale, K, BK, V, BV, C, TILES, GATED,
-                    PACKED, GROUP, STEPS,
+                    PACKED, GROUP, STEPS, NORM,
                 )  # fmt: skip

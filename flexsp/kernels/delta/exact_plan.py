@@ -40,7 +40,7 @@ class ExactPlan(BasePlan):
         n_seg, before = (self.n_seg, 0) if part is None else part[:2]
         return [self.kernel_launch(
             kernel.__name__, _WARP, (panels, self.B * self.H, n_seg), [*inputs, "@exact", *pointers], writes, inputs,
-            kernel=kernel, counts={"before": before}, **flags,
+            kernel=kernel, counts={"before": before}, NORM=self.norms is not None, **flags,
         )]  # fmt: skip
 
     def exact_forward(
@@ -85,7 +85,7 @@ class ExactPlan(BasePlan):
             "exact_grads", Launch(cols, max(4, self.tiling.key_block * cols // 2048), 1),
             (min(groups, self._exact_programs), 1, 1),
             [*inputs, "@exact", "@entering", "@leaving", "@scratch", *made], [*named(*made), "@scratch"], inputs,
-            kernel=exact_grads.exact_grads, TILES=tiles,
+            kernel=exact_grads.exact_grads, TILES=tiles, NORM=self.norms is not None,
             counts={"before": part.chunks_before, "count": part.chunks, "groups": groups},
         )]  # fmt: skip
 

@@ -16,7 +16,8 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 __all__ = ["HopperChannelPlan"]
 
 _SCORES = Launch(64, 8, 1, registers=128)  # two blocks a multiprocessor
-_GRADS, _HORIZON = Launch(64, 8, 1), Launch(64, 4, 1)
+_GRADS = Launch(64, 8, 1, registers=128)
+_HORIZON = Launch(64, 4, 1)
 
 
 class HopperChannelPlan(HopperPlan, ChannelPlan):
@@ -30,6 +31,8 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         "channel_scores": hopper_channels.channel_scores, "channel_grads": hopper_channels.channel_grads,
         "inverse": hopper_wy_transform.inverse, "segment_horizon": hopper_horizon.segment_horizon,
     }  # fmt: skip
+
+    finishes: ClassVar[bool] = False
 
     growth: str | None
 
@@ -56,10 +59,10 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     def _before_states(self) -> list[LaunchSpec]:
         p, names, grid = self.tiling, self.gated_inputs, (self.n_chunks, self.B * self.H, 1)
-        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", self.growth]
+        made = ["@inverse", "@scores", "@reads", "@writes", "@w", "@decay", self.growth, self.norms]
         scores = self.kernel_launch(
             "channel_scores", _SCORES, grid, [*names, *made], named(*made), names,
-            GROWTH=self.growth is not None,
+            GROWTH=self.growth is not None, NORM=self.norms is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
             "inverse", WARP, grid, ("@inverse", str(self.gain)), ("@inverse",), ("@inverse", str(self.gain)),
@@ -95,6 +98,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         made = [*self.to_keys, self.to_steps, gradient_of(str(self.gate))]
         grads = self.kernel_launch(
             "channel_grads", _GRADS, (p.n_chunks * self._panels, p.B * p.H, 1),
-            [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, *made], made, names,
+            [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, self.norms, *made], made, names,
+            NORM=self.norms is not None,
         )  # fmt: skip
         return [*self.exact_gradients(part, made[2], made[3], self._panels), grads]

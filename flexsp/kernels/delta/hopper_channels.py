@@ -32,6 +32,7 @@ from flexsp.kernels.gluon import (
     tiles,
     visible,
 )
+from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["channel_grads", "channel_scores"]
@@ -45,6 +46,7 @@ _ROWS = gl.constexpr(1 << _PART.value)
 _PARTS = gl.constexpr(8)  # of the tokens; a warp has one
 _N = gl.constexpr(64)  # channels
 _WARPS = gl.constexpr(8)
+_EPS = gl.constexpr(EPS)
 _BITS = "{ .reg .pred p, q; .reg .b32 t, u; setp.eq.u32 p, $1, N; setp.eq.u32 q, $2, N;" \
     " selp.b32 t, 0xFFFF, 0, p; selp.b32 u, 0xFFFF0000, 0, q; or.b32 $0, t, u; }"  # ones where numbers are N
 _TOGETHER, _MEETING = gl.constexpr(_BITS.replace("N", "0")), gl.constexpr(_BITS.replace("N", "1"))
@@ -161,7 +163,7 @@ def _before(totals):
 
 
 @gluon.jit
-def _beside(totals, LEVEL: gl.constexpr):
+def _beside(totals, LEVEL):
     """[8, 64]: for each part the sum of others of its block of 2^LEVEL tokens: of an odd block of those before it, of
     an even one of those behind it."""
     own = _parts() >> (LEVEL - _PART)
@@ -185,7 +187,7 @@ def _within_part(gate, LEVEL: gl.constexpr):
 
 
 @gluon.jit
-def _to_edge(inside, sums, totals, LEVEL: gl.constexpr):
+def _to_edge(inside, sums, totals, LEVEL):
     """Gates [8, 8, 64] between each token and the edge at which its block of 2^LEVEL tokens meets that beside it: those
     of an odd block from its start to the token, those of an even one from behind the token to the end.
 
@@ -193,6 +195,21 @@ def _to_edge(inside, sums, totals, LEVEL: gl.constexpr):
     """
     odd = ((_parts() >> (LEVEL - _PART)) & 1)[:, None, :] == 1
     return gl.where(odd, inside, sums[:, None, :] - inside) + _beside(totals, LEVEL)[:, None, :]
+
+
+@gluon.jit
+def _between(gate, totals, level):
+    """As `_to_edge`, of gates [8, 8, 64] of tokens, for blocks of any level."""
+    inside, sums = _summed(gate)
+    if level == 0:
+        found = _within_part(gate, 0)
+    elif level == 1:
+        found = _within_part(gate, 1)
+    elif level == 2:
+        found = _within_part(gate, 2)
+    else:
+        found = _to_edge(inside, sums, totals, level)
+    return found
 
 
 @gluon.jit
@@ -254,7 +271,24 @@ def _product(x, y):
 
 
 @gluon.jit
-def _scores_at(found, levels, qs, ks, qe, ke, gates, LEVEL: gl.constexpr):
+def _inverse_norms(base, length, stride, K: gl.constexpr):
+    """1 / norm of rows 0..length-1 [64, K] of bfloat16 in memory; `_TOKENS`."""
+    L: gl.constexpr = by_row(K, _WARPS)
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    at = rows * stride + gl.arange(0, K, gl.SliceLayout(0, L))[None, :]
+    x = gl.load(base + at, mask=rows < length, other=0.0).to(gl.float32)
+    return gl.rsqrt(gl.convert_layout(gl.sum(x * x, axis=1), _TOKENS) + _EPS)
+
+
+@gluon.jit
+def _multiply(tile, factors):
+    """Rows of a tile [64, 64] in shared memory by numbers [64, 1], laid out `by_row`; not seen by other threads yet."""
+    L: gl.constexpr = by_row(_N, _WARPS)
+    tile.store((tile.load(L).to(gl.float32) * factors).to(gl.bfloat16))
+
+
+@gluon.jit
+def _scores_at(found, levels, qs, ks, qe, ke, gates, level):
     """`found`, scores and above the diagonal pairs of keys, with those of the tokens that meet at a level. levels: of
     pairs; gates: to the edges where blocks meet."""
     e = power(_by_token(gates))
@@ -265,17 +299,18 @@ def _scores_at(found, levels, qs, ks, qe, ke, gates, LEVEL: gl.constexpr):
     turned = ke.permute((1, 0))
     of_keys, of_queries, found = warpgroup_mma_wait(0, [_product(ke, turned), _product(qe, turned), found])
     meets = levels.load(_PRODUCTS).to(gl.float32)
-    return found + gl.where(meets == LEVEL, of_queries, gl.where(meets == LEVEL + 8, of_keys, 0.0))
+    return found + gl.where(meets == level, of_queries, gl.where(meets == level + 8, of_keys, 0.0))
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def channel_scores(
-    q, k, g, beta, pairs, scores, reads, writes, w, decay, growth, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, g_sb,
-    g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GROWTH: gl.constexpr,
-    PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, pairs, scores, reads, writes, w, decay, growth, norms, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
+    g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GROWTH: gl.constexpr,
+    NORM: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `channels.channel_scores`. GROWTH: also growth [B H, chunks], log2 of how much the chunk makes a state grow at
-    most; a token does so by no more than |1 - beta |k|^2|, and without bound if one of its gates is positive."""
+    most; a token does so by no more than |1 - beta |k|^2|, and without bound if one of its gates is positive. NORM: q
+    and k are to be divided by their norms, and norms [2, B H, chunks, C] are 1 / norm of queries and keys."""
     begin(PDL)
     c, row = gl.program_id(0), gl.program_id(1).to(gl.int64)
     b = row // H
@@ -293,6 +328,13 @@ def channel_scores(
     rows = gl.arange(0, C, _TOKENS)
     given_beta = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
     steps = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given_beta.to(gl.float32))
+    of_query, of_key = steps, steps
+    if NORM:
+        asks, keeps = _inverse_norms(q, length, q_st, K), _inverse_norms(k, length, k_st, K)
+        of_query = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, asks)
+        of_key = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, keeps)
+        gl.store(norms + at * C + rows, asks)
+        gl.store(norms + (gl.num_programs(0) * C).to(gl.int64) * gl.num_programs(1) + at * C + rows, keeps)
     found = gl.zeros([C, C], gl.float32, _PRODUCTS)  # scores, and above the diagonal pairs of keys
     levels = _levels_of_pairs()
     largest = 0.0
@@ -304,6 +346,9 @@ def channel_scores(
         copy(qs, q + n * _N, length, C, _N, q_st + zero, _WARPS)
         async_copy.commit_group()
         arrived(0)
+        if NORM:  # before the barrier below
+            _multiply(qs, of_query.load(gl.SliceLayout(1, by_row(_N, _WARPS)))[:, None])
+            _multiply(ks, of_key.load(gl.SliceLayout(1, by_row(_N, _WARPS)))[:, None])
         gate = _gates(gates)
         if GROWTH:
             largest = _larger(largest, gl.reduce(gl.reduce(_by_token(gate), 1, _larger), 0, _larger))
@@ -324,11 +369,8 @@ def channel_scores(
         product, found = warpgroup_mma_wait(0, [_product(ke, qe.permute((1, 0))), found])
         found += gl.where(levels.load(_PRODUCTS).to(gl.float32) < size, product, 0.0)
         if size < _LEVELS:
-            if size == 0:
-                for level in gl.static_range(_PART):
-                    found = _scores_at(found, levels, qs, ks, qe, ke, _within_part(_gates(gates), level), level)
-                inside, sums = _summed(_gates(gates))
-                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, _PART), _PART)
+            for level in range(gl.where(size == 0, 0, _BLOCK), _BLOCK):
+                found = _scores_at(found, levels, qs, ks, qe, ke, _between(_gates(gates), totals, level), level)
             inside, sums = _summed(_gates(gates))
             for level in gl.static_range(_BLOCK, _LEVELS):
                 found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, level), level)
@@ -353,6 +395,8 @@ def channel_scores(
         at_rows = rows[:, None] * k_st + gl.arange(0, K, gl.SliceLayout(0, L))[None, :]
         x = gl.load(k + at_rows, mask=(rows < length)[:, None], other=0.0).to(gl.float32)
         step = steps.load(gl.SliceLayout(1, L))
+        if NORM:
+            step *= of_key.load(gl.SliceLayout(1, L)) * of_key.load(gl.SliceLayout(1, L))
         most = gl.maximum(gl.abs(1.0 - gl.sum(x * x, axis=1) * step), 1.0, propagate_nan=tl.PropagateNan.ALL)
         gl.store(growth + at, gl.where(largest > 0.0, float("inf"), gl.sum(gl.log2(most), axis=0)))
     factor = steps.load(gl.SliceLayout(0, _PRODUCTS))[None, :]
@@ -402,7 +446,7 @@ def _column_sums(x):
 @gluon.jit
 def _grads_at(
     to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, count, gates,
-    LEVEL: gl.constexpr,
+    LEVEL,
 ):  # fmt: skip
     """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens
     do that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
@@ -433,14 +477,16 @@ def _grads_at(
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks"])
 def channel_grads(
-    q, k, g, beta, do, dv, v_new, entering, leaving, skipped, gain, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh, k_sb,
-    k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, PDL: gl.constexpr,
+    q, k, g, beta, do, dv, v_new, entering, leaving, skipped, gain, norms, dq, dk, dbeta, dg, table, q_sb, q_st, q_sh,
+    k_sb, k_st, k_sh, g_sb, g_st, g_sh, beta_sb, beta_st, beta_sh, do_sb, do_st, do_sh, T, H, n_chunks, scale,
+    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg [B, T, H, K] and, of each tile of 64 channels, dbeta [tiles, B, T, H], but of chunks that are
     `skipped`.
 
-    dv [B, T, H, V], v_new N^T, and the S^T around the chunk are what the walks left.
+    dv [B, T, H, V], v_new N^T, and the S^T around the chunk are what the walks left. NORM: q and k are to be divided by
+    their norms, which are as `channel_scores` left them; dq and dk are of what that gives.
     """
     begin(PDL)
     TILES: gl.constexpr = K // _N
@@ -449,6 +495,7 @@ def channel_grads(
     if gl.load(skipped + at) != 0:
         return
     k0 = tile * _N
+    L: gl.constexpr = by_row(_N, _WARPS)
     b = row // H
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
@@ -472,16 +519,28 @@ def channel_grads(
     of_scores, of_pairs = warpgroup_mma_wait(0, [_product(of_o, N), _product(of_y, N)])
     i = gl.arange(0, C, gl.SliceLayout(1, _PRODUCTS))
     j = gl.arange(0, C, gl.SliceLayout(0, _PRODUCTS))
-    dbeta += ((tile * (gl.num_programs(1) // H) + b) * T + start) * H + h
+    # Twice the place of a token and whether its dbeta is of errors; -1 where there is no token. In shared memory, not in
+    # registers until the end. No memory holds keys of 2^30 tokens.
+    token = (((b * T + start + rows) * H + h) * 2).to(gl.int32)
+    part = gl.zeros([1], gl.int64, _TOKENS) + tile.to(gl.int64) * (gl.num_programs(1) * T)  # of dbeta
+    part = gl.allocate_shared_memory(gl.int64, [1], _NUMBERS, part)
+    by_errors = rows < 0
     if gl.load(gain + at) > ALIKE * length:  # stored at once, and as the diagonal that it is: sums would take registers
+        by_errors = gl.abs(given_beta.to(gl.float32)) > LEAST_BETA
+        places = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, gl.where(by_errors & (rows < length), token, -1))
+        gl.thread_barrier()  # places are other threads'
+        place = gl.where(i[:, None] == j[None, :], places.load(gl.SliceLayout(1, _PRODUCTS))[:, None], -1)
         beta_c = steps.load(gl.SliceLayout(1, _PRODUCTS))
-        of_errors = (i[:, None] == j[None, :]) & ((gl.abs(beta_c) > LEAST_BETA) & (i < length))[:, None]
-        place = dbeta + (i * H)[:, None] + j[None, :] * 0
-        gl.store(place, gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0), mask=of_errors)
+        of_errors = gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0)
+        gl.store(dbeta + part.load(gl.SliceLayout(1, _PRODUCTS))[:, None] + (place >> 1), of_errors, mask=place >= 0)
+    token = gl.where(rows < length, token + by_errors.to(gl.int32), -1)
+    places = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, token)
     of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
     of_pairs = gl.where(i[:, None] > j[None, :], -of_pairs, 0.0)
     size, unit = _size(of_scores, of_pairs)  # gradients may be small, and decays make them smaller: in units of size
     scores, pairs = shared(of_scores * unit), shared(of_pairs * unit)
+    sizes = gl.allocate_shared_memory(gl.float32, [1], _NUMBERS, gl.zeros([1], gl.float32, _TOKENS) + size)
+    chunk = gl.allocate_shared_memory(gl.int32, [1], _NUMBERS, gl.zeros([1], gl.int32, _TOKENS) + at.to(gl.int32))
     arrived(0)
     to_p, to_k, to_q = _product(N.permute((1, 0)), dS), _product(of_y, S), _product(of_o, S)
     kept = _column_sums(_read(S.slice(0, C)) * _read(dS.slice(0, C)))
@@ -497,6 +556,10 @@ def channel_grads(
     gates = _room(g.dtype.element_ty)  # before there is no room
     _copy_gates(gates, g + b * g_sb + h * g_sh + start * g_st + k0, length, g_st)
     async_copy.commit_group()
+    if NORM:  # before the barriers below
+        at_rows = (chunk.load(gl.SliceLayout(1, L)).to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, L)))[:, None]
+        _multiply(qs, gl.load(norms + at_rows))
+        _multiply(ks, gl.load(norms + gl.num_programs(1).to(gl.int64) * n_chunks * C + at_rows))
     arrived(0)
     inside, sums = _summed(_gates(gates))
     totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS, sums)
@@ -522,6 +585,7 @@ def channel_grads(
     gl.thread_barrier()  # all have read the chunk's decay
     edge.store(gl.sum(kept, axis=0)[None, :])  # what passes the whole chunk, and all that its tokens write
 
+    inside, sums = _summed(_gates(gates))
     block, x = _to_middle(inside, sums, totals)
     x = _by_token(x)
     es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
@@ -546,46 +610,36 @@ def channel_grads(
     found, to_k, of_gates = warpgroup_mma_wait(0, [found, to_k, of_gates])
     of_gates -= found * _read(pe)
     found = found * _read(fs)
-    to_k += found * step
+    to_k += found * steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
     to_beta += _row_sums(found * _read(ks))
     if block < _LEVELS:
         both = shared(pairs.load(_PRODUCTS) + pairs.permute((1, 0)).load(_PRODUCTS))
-        if block == 0:
-            for level in gl.static_range(_PART):
-                to_q, to_k, to_beta, of_gates = _grads_at(
-                    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                    _within_part(_gates(gates), level), level,
-                )  # fmt: skip
-            inside, sums = _summed(_gates(gates))
+        for level in range(gl.where(block == 0, 0, _BLOCK), _LEVELS):
             to_q, to_k, to_beta, of_gates = _grads_at(
                 to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                _to_edge(inside, sums, totals, _PART), _PART,
-            )  # fmt: skip
-        for level in gl.static_range(_BLOCK, _LEVELS):
-            inside, sums = _summed(_gates(gates))
-            to_q, to_k, to_beta, of_gates = _grads_at(
-                to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                _to_edge(inside, sums, totals, level), level,
+                _between(_gates(gates), totals, level), level,
             )  # fmt: skip
     to_beta = gl.sum(gl.sum(to_beta, axis=2), axis=1)
-    rows = gl.arange(0, C, to_beta.type.layout)
-    by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(steps.load(to_beta.type.layout)) > LEAST_BETA)
-    gl.store(dbeta + rows * H, to_beta * size, mask=(rows < length) & ~by_errors)
+    place = places.load(to_beta.type.layout)
+    gl.store(dbeta + part.load(to_beta.type.layout) + (place >> 1), to_beta * sizes.load(to_beta.type.layout), mask=(place >= 0) & (place & 1 == 0))
     gl.thread_barrier()  # all warps have read what is written over
+    size = sizes.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
     qs.store((to_q * size).to(gl.bfloat16))
     ks.store((to_k * size).to(gl.bfloat16))
     last = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS, of_gates)
     gl.thread_barrier()
-    to = ((b * T + start) * H + h) * K + k0
-    store(dq + to, qs.load(by_row(_N, _WARPS)), length, C, _N, H * K, _WARPS)
-    store(dk + to, ks.load(by_row(_N, _WARPS)), length, C, _N, H * K, _WARPS)
+    place = places.load(gl.SliceLayout(1, L))[:, None] >> 1
+    to = place.to(gl.int64) * K + k0 + gl.arange(0, _N, gl.SliceLayout(0, L))[None, :]
+    gl.store(dq + to, qs.load(L), mask=place >= 0)
+    gl.store(dk + to, ks.load(L), mask=place >= 0)
     of_gates = _by_part(last.load(_CHANNELS))
     inside, sums = _summed(of_gates)
     totals.store(sums)
     gl.thread_barrier()
     found = of_gates + ((sums + _beside(totals, _LEVELS))[:, None, :] - inside)  # of the token and those behind it
-    found = _by_token(found + edge.load(gl.SliceLayout(1, _IN_PARTS))[:, None, :]) * size
+    found = _by_token(found + edge.load(gl.SliceLayout(1, _IN_PARTS))[:, None, :])
+    found *= sizes.load(gl.SliceLayout(1, _CHANNELS))[:, None]
     closed = gates.load(_CHANNELS).to(gl.float32) < GATE_MIN
-    tokens = gl.arange(0, C, gl.SliceLayout(1, _CHANNELS))
-    place = dg + to + _places(H * K)
-    gl.store(place, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=(tokens < length)[:, None])
+    place = places.load(gl.SliceLayout(1, _CHANNELS))[:, None] >> 1
+    to = place.to(gl.int64) * K + k0 + gl.arange(0, _N, gl.SliceLayout(0, _CHANNELS))[None, :]
+    gl.store(dg + to, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=place >= 0)

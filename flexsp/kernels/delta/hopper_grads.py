@@ -17,6 +17,7 @@ from flexsp.kernels.gluon import (
     chunk_at,
     copy,
     copy_tokens,
+    of_outputs,
     shared,
     store,
     store_tokens,
@@ -27,43 +28,110 @@ from flexsp.kernels.gluon import (
 __all__ = ["grads"]
 
 
+@gluon.jit
+def _joined(
+    x, x_st, norms, parts, to, start, length, stride, C: gl.constexpr, K: gl.constexpr, NORM: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Sums over GROUP heads of the gradients g that programs left in `parts`. If NORM these are of unit rows u, divided
+    by the norms of the rows x, and are taken through the norms: g - u <u, g>."""
+    rows: gl.constexpr = gl.SliceLayout(1, by_row(K))
+    token, there = of_outputs(start, length, C, STEPS, rows)
+    token, there = (start // STEPS + token)[:, None], there[:, None]
+    columns = gl.arange(0, K, gl.SliceLayout(0, by_row(K)))[None, :]
+    found = gl.zeros([C, K], gl.float32, by_row(K))
+    for n in range(GROUP):
+        at = parts + token * (stride * GROUP) + n * K + columns
+        found += gl.load(at, mask=there, other=0.0, cache_modifier=".cg").to(gl.float32)
+    if NORM:
+        u = gl.load(x + token * x_st + columns, mask=there, other=0.0).to(gl.float32)
+        u = u * gl.load(norms + gl.arange(0, C, rows))[:, None]
+        found -= u * gl.sum(u * found + 0.0, axis=1)[:, None]
+    gl.store(to + token * stride + columns, found.to(gl.bfloat16), mask=there)
+
+
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks", "before", "held"])
 def grads(
-    q, k, do, dv, chunk_beta, v_new, gates, gain, entering, leaving, dq, dk, parts, table,
-    q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, before, held, scale,
-    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    q, k, do, dv, chunk_beta, v_new, gates, gain, norms, exact, entering, leaving, done, dq, dk, parts, joined_q,
+    joined_k, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_chunks, before, held, scale,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr,
+    JOINS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.grads.grads`, with dv, v_new and states as `hopper_walks` left them: of `held`
-    chunks, the first of them behind `before` others."""
+    chunks, the first of them behind `before` others. Of heads that `exact` names `exact_grads` has done that.
+
+    NORM: q and k are to be divided by their norms, and so are dq and dk; norms are as `wy_inverse` left them. JOINS:
+    the last program of those that share rows of q and k makes of their dq and dk the gradients of these rows, joined_q
+    and joined_k. `done` [B H / GROUP, chunks] counts programs, from 0 on.
+    """
     begin(PDL)
+    TILES: gl.constexpr = K // BK
+    tile = gl.program_id(0) % TILES
+    row = gl.program_id(1).to(gl.int64) * GROUP + gl.program_id(0) // TILES % GROUP
+    c = before + gl.program_id(0) // (TILES * GROUP)
+    b, h = row // H, row % H
+    start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
+    q += b * q_sb + h // GROUP * q_sh
+    k += b * k_sb + h // GROUP * k_sh
+    if gl.load(exact + row * n_chunks + c) == 0:
+        _of_chunk(
+            q, k, do + b * do_sb + h * do_sh, dv + (b * T * H + h) * V, chunk_beta, v_new, gates, gain, norms, entering,
+            leaving, dq + (b * (T // STEPS) * H + h) * K, dk + (b * T * H + h) * K, parts, q_st, k_st, do_st, start,
+            length, c, row, tile, H, n_chunks, before, held, scale, K, BK, V, C, GATED, NORM, GROUP, STEPS,
+        )  # fmt: skip
+    if JOINS:
+        gl.thread_barrier()
+        before_it = gl.atomic_add(done + gl.program_id(1) * n_chunks + c, 1, sem="acq_rel", scope="gpu")
+        if before_it == TILES * GROUP - 1:
+            heads, of_all = H // GROUP, row - row % GROUP
+            h = of_all % H
+            norms += (of_all * n_chunks + c) * C
+            _joined(
+                q, q_st, norms, dq + (b * (T // STEPS) * H + h) * K, joined_q + (b * (T // STEPS) * H + h) // GROUP * K,
+                start, length, heads * K, C, K, NORM, GROUP, STEPS,
+            )  # fmt: skip
+            norms += gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
+            _joined(
+                k, k_st, norms, dk + (b * T * H + h) * K, joined_k + (b * T * H + h) // GROUP * K, start, length,
+                heads * K, C, K, NORM, GROUP, 1,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _of_chunk(
+    q, k, do, dv, chunk_beta, v_new, gates, gain, norms, entering, leaving, dq, dk, parts, q_st, k_st, do_st, start,
+    length, c, row, tile, H, n_chunks, before, held, scale, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr,
+    C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr,
+):  # fmt: skip
+    """Of one head's tile of BK columns."""
     TILES: gl.constexpr = K // BK
     CK: gl.constexpr = by_sum(BK)
     CC: gl.constexpr = by_sum(C)
-    tile, row = gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
-    c = before + gl.program_id(0) // TILES
     k0 = tile * BK
-    b = row // H
-    h = row % H
-    start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at, place = row * n_chunks + c, row * held + c - before
+    all_chunks = gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
     of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
     S, dS = tiles(1, V, BK).index(0), tiles(1, V, BK).index(0)
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
-    copy_tokens(of_o, do + b * do_sb + h * do_sh, start, length, C, V, do_st, STEPS)
-    copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V)
+    copy_tokens(of_o, do, start, length, C, V, do_st, STEPS)
+    copy(of_y, dv + start * H * V, length, C, V, H * V)
     copy(N, v_new + place * V * C, V, V, C, C)
     async_copy.commit_group()
     copy(S, entering + place * V * K + k0, V, V, BK, K)
     copy(dS, leaving + place * V * K + k0, V, V, BK, K)
-    copy_tokens(qs, q + b * q_sb + h // GROUP * q_sh + k0, start, length, C, BK, q_st, STEPS)
-    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, BK, k_st)
+    copy_tokens(qs, q + k0, start, length, C, BK, q_st, STEPS)
+    copy(ks, k + start * k_st + k0, length, C, BK, k_st)
     async_copy.commit_group()
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
     r = gl.arange(0, C, gl.SliceLayout(1, CK))
     below = i[:, None] > j[None, :]
     w = gl.load(chunk_beta + at * C + r)
+    of_query = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, CK))
+    of_key = of_query
+    if NORM:
+        of_query = gl.load(norms + at * C + r)
+        of_key = gl.load(norms + all_chunks + at * C + r)
     decay = gl.where(below, 1.0, 0.0)
     kept = 0.0
     from_start = gl.full([C], 1.0, gl.float32, gl.SliceLayout(1, CK))
@@ -83,14 +151,14 @@ def grads(
     to_p, to_k, to_q = begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)
     reads, pairs = warpgroup_mma_wait(3, [reads, pairs])
     own = gl.sum(gl.where(i[:, None] == j[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
-    own = gl.convert_layout(own, gl.SliceLayout(1, CK))
+    own = gl.convert_layout(own, gl.SliceLayout(1, CK)) * of_query
     of_errors = gl.sum(gl.where(i[:, None] == j[None, :], pairs, 0.0), axis=1)
     of_errors = gl.convert_layout(of_errors, gl.SliceLayout(1, CK))
-    part = parts + (tile * gl.num_programs(1) + row) * n_chunks * C + c * C
+    part = parts + tile * all_chunks + at * C
     by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
     gl.store(part + r, gl.where(tile == 0, of_errors / w, 0.0), mask=by_errors)  # no register is left to keep it in
-    reads_s = shared(reads * decay * scale)
-    pairs_s = shared(pairs * -decay)
+    reads_s = shared(reads * decay * gl.convert_layout(of_query * scale, gl.SliceLayout(1, CC))[:, None])
+    pairs_s = shared(pairs * decay * gl.convert_layout(-of_key, gl.SliceLayout(1, CC))[:, None])
     if GATED:
         whole: gl.constexpr = by_row(BK)
         both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
@@ -103,12 +171,14 @@ def grads(
     S._keep_alive()
     dS._keep_alive()
     kc = ks.load(CK).to(gl.float32)
-    pc = (kc * w[:, None]).to(gl.bfloat16)  # rounded once: what pairs of tokens add to dg cancels in the sums below
+    written = w * of_key
+    # Rounded once: what pairs of tokens add to dg cancels in the sums below.
+    pc = (kc * written[:, None]).to(gl.bfloat16)
     ps = shared(pc)
     pc = pc.to(gl.float32)
     to_p = to_p * to_end[:, None]
-    to_k = to_k * -from_start[:, None]
-    to_q = to_q * (from_start * scale)[:, None]
+    to_k = to_k * -(from_start * of_key)[:, None]
+    to_q = to_q * (from_start * scale * of_query)[:, None]
     visible()
     to_q = warpgroup_mma(reads_s, ps, to_q, is_async=True)
     to_k = warpgroup_mma(pairs_s, ps, to_k, is_async=True)
@@ -119,13 +189,15 @@ def grads(
     qc = qs.load(CK).to(gl.float32)
     sums = gl.sum(to_q * qc + to_k * kc - by_pairs * pc, axis=1)
     to_q += own[:, None] * pc
-    store_tokens(dq + (b * (T // STEPS) * H + h) * K + k0, to_q, start, length, C, BK, H * K, STEPS)
+    store_tokens(dq + k0, to_q, start, length, C, BK, H * K, STEPS)
     to_p += by_pairs + own[:, None] * qc
     by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
-    gl.store(part + r, gl.sum(to_p * kc, axis=1), mask=~by_errors)
-    to_k += to_p * w[:, None]
-    store(dk + ((b * T + start) * H + h) * K + k0, to_k, length, C, BK, H * K)
+    of_beta = gl.sum(to_p * kc, axis=1)
+    if NORM:
+        of_beta *= gl.load(norms + all_chunks + at * C + r)
+    gl.store(part + r, of_beta, mask=~by_errors)
+    to_k += to_p * written[:, None]
+    store(dk + start * H * K + k0, to_k, length, C, BK, H * K)
     if GATED:
-        of_gates = (TILES * n_chunks * C).to(gl.int64) * gl.num_programs(1)
-        gl.store(part + of_gates + r, sums + gl.where(r == length - 1, kept, 0.0))
-        gl.store(part + 2 * of_gates + r, left)
+        gl.store(part + TILES * all_chunks + r, sums + gl.where(r == length - 1, kept, 0.0))
+        gl.store(part + 2 * TILES * all_chunks + r, left)

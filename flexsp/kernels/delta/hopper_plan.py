@@ -8,11 +8,11 @@ from flexsp.kernels.delta import hopper_grads, hopper_walks, hopper_wy_transform
 from flexsp.kernels.delta.delta_plan import DeltaPlan
 from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.delta.walks import horizons
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, named, zeroed
 
 __all__ = ["WARP", "HopperPlan"]
 
-_WARPS, _WY_INVERSE = Launch(64, 4, 1), Launch(0, 1, 1, registers=192)
+_WARPS, _WY_INVERSE = Launch(64, 4, 1), Launch(0, 1, 1)
 WARP = Launch(0, 1, 1, registers=168)
 
 
@@ -21,9 +21,12 @@ class HopperPlan(DeltaPlan):
 
     Attributes:
         chunks_within_horizon: how many chunks of a segment count, at its end and at its start.
-        decays: of tokens, to the start and to the end of their chunks.
+        decays: what walks multiply the products with queries and keys by; `chunk_beta` is all if None.
         walk_keys: queries, keys that read, and keys that write if they are others.
     """
+
+    divides: ClassVar[bool] = True
+    finishes: ClassVar[bool] = True
 
     chunks_within_horizon: str | None
     decays: str | None
@@ -40,7 +43,8 @@ class HopperPlan(DeltaPlan):
         counted = found["transition_nonzero"] is not None and found["scanned"]
         return found | {
             "chunks_within_horizon": "@chunks_within_horizon" if counted else None,
-            "decays": None if self.gate is None else "@decays", "walk_keys": ["q", "k", None],
+            "decays": None if self.gate is None and found["norms"] is None else "@decays",
+            "walk_keys": ["q", "k", None],
         }  # fmt: skip
 
     def _before_states(self) -> list[LaunchSpec]:
@@ -56,10 +60,10 @@ class HopperPlan(DeltaPlan):
 
     def _wy_inverse(self) -> LaunchSpec:
         p, names = self.tiling, ["q", "k", self.beta, self.gate]
-        made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain, self.decays, "@scores"]
+        made = ["@inverse", "@chunk_beta", self.gates, self.bounds, self.gain, self.decays, self.norms, "@scores"]
         return self.kernel_launch(
             "wy_inverse", _WY_INVERSE, (p.n_chunks, p.B * p.H, 1), [*names, *made], named(*made), names,
-            reads=named(*names), BOUNDS=self.bounds is not None,
+            reads=named(*names), BOUNDS=self.bounds is not None, NORM=self.norms is not None,
         )  # fmt: skip
 
     def _walk(
@@ -71,6 +75,7 @@ class HopperPlan(DeltaPlan):
         n_seg, before = (p.n_seg, 0) if part is None else part[:2]
         flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
         grid = panels, p.B * p.H, n_seg
+        flags["NORM"] = self.norms is not None and self.walk_keys[0] == "q"  # copies of others are divided
         return self.kernel_launch(kind, _WARPS, grid, pointers, writes, inputs, counts={"before": before}, **flags)
 
     def _forward(
@@ -125,10 +130,15 @@ class HopperPlan(DeltaPlan):
         return self._backward("output_backward", writes, self.segment_gradients, after, to, part=part)
 
     def _grads(self, part: Part) -> list[LaunchSpec]:
-        p, how, names, made = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], [*self.to_keys, "@parts"]
-        pointers = [*names, "d_v", "@chunk_beta", "@v_new", self.gates, self.gain, "@entering", "@leaving"]
+        p, how, names, joined = self.tiling, self.tiling.tiles.grads, ["q", "k", "do"], ["d_q", "d_k"]
+        joins, made = self.to_keys != joined, [*self.to_keys, "@parts"]
+        pointers = [*names, "d_v", "@chunk_beta", "@v_new", self.gates, self.gain, self.norms, "@exact", "@entering"]
+        pointers += ["@leaving", "@done" if joins else None, *made, *(joined if joins else (None, None))]
+        writes = [*made, *(["@done", *joined] if joins else [])]
+        grid = part.chunks * self._tiles_of_keys * p.group, p.B * p.H // p.group, 1
         spec = self.kernel_launch(
-            "grads", how, (part.chunks * self._tiles_of_keys, p.B * p.H, 1), [*pointers, *made], made, names,
-            counts={"before": part.chunks_before}, BK=how.cols,
+            "grads", how, grid, pointers, writes, names, in_place=["@done", *self.to_keys] if joins else [],
+            counts={"before": part.chunks_before}, BK=how.cols, NORM=self.norms is not None, JOINS=joins,
         )  # fmt: skip
-        return [spec, *self.exact_gradients(part, "@parts", None, self._tiles_of_keys)]
+        counts = [zeroed("@done")] if joins and part.chunks_before == 0 else []
+        return [*self.exact_gradients(part, "@parts", None, self._tiles_of_keys), *counts, spec]

@@ -49,7 +49,7 @@ CHANNEL = gl.constexpr(2)
 def _fetch(
     c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, betas, sums, table, q_st, k_st,
     stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
-    PACKED: gl.constexpr, STEPS: gl.constexpr, EVERY: gl.constexpr,
+    NORM: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr, EVERY: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy chunk c to the places `to`; `rows` get 64 columns of `values`, or zeros where none are given.
 
@@ -65,31 +65,42 @@ def _fetch(
         copy_numbers(sums.index(to), decays + at * K, K)
     else:
         copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
-        _fetch_numbers(to, at, n_chunks, decays, betas, sums, C, GATED)
+        copy_numbers(betas.index(to), _factors(decays, 1, at, n_chunks, C, GATED, NORM), C)
+        if FORWARD:
+            _fetch_sums(sums.index(to), at, n_chunks, decays, C, GATED, NORM)
         if READS:
             copy_tokens(qs.index(to), q, start, length, C, K, q_st + zero, STEPS)
 
 
 @gluon.jit
-def _fetch_numbers(to, at, n_chunks, decays, betas, sums, C: gl.constexpr, GATED: gl.constexpr):
-    if GATED:
-        numbers_a_half = gl.num_programs(1).to(gl.int64) * n_chunks * C
-        copy_numbers(sums.index(to), decays + at * C, C)
-        copy_numbers(betas.index(to), decays + numbers_a_half + at * C, C)
-    else:
-        copy_numbers(betas.index(to), decays + at * C, C)
+def _factors(decays, which: gl.constexpr, at, n_chunks, C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr):
+    """Where a chunk's factors are that `wy_inverse` left."""
+    each = gl.num_programs(1).to(gl.int64) * n_chunks * C
+    return decays + (which * each if NORM or GATED else 0) + at * C
+
+
+@gluon.jit
+def _fetch_sums(to, at, n_chunks, decays, C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr):
+    """Begins to copy what products with keys that read are multiplied by."""
+    if NORM or GATED:
+        copy_numbers(to, _factors(decays, 2 if NORM else 0, at, n_chunks, C, GATED, NORM), C)
 
 
 @gluon.jit
 def _fetch_later(
-    c, to, row, scores, pairs, q, qs, keys, ws, table, q_st, T, n_chunks, K: gl.constexpr, C: gl.constexpr,
-    READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr,
+    c, to, row, scores, pairs, q, qs, keys, ws, decays, sums, asks, table, q_st, T, n_chunks, K: gl.constexpr,
+    C: gl.constexpr, READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr,
+    PACKED: gl.constexpr, STEPS: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy what chunk c needs when its first product is done."""
     at = row * n_chunks + c
     zero = gl.minimum(c, 0) * 16
     if READS:
         copy(pairs.index(to), scores + at * C * C, C, C, C, C)
+        if NORM:
+            copy_numbers(asks.index(to), _factors(decays, 3, at, n_chunks, C, GATED, NORM), C)
+        if GATED != CHANNEL and not FORWARD:
+            _fetch_sums(sums.index(to), at, n_chunks, decays, C, GATED, NORM)
     if GATED == CHANNEL:
         copy(ws.index(to), keys + at * C * K, C, C, K, K + zero)
     if QUERIES and GATED == CHANNEL:
@@ -100,20 +111,29 @@ def _fetch_later(
 
 
 @gluon.jit
-def _of_gates(sums, betas, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
-    """e^b and beta e^{b_C - b}, a column [64, C] each; and e^{b_C}, as S^T is multiplied with it."""
+def _of_sums(sums, C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr):
+    """What products with keys that read are multiplied by: e^b, with NORM divided by norms, a column [64, C]."""
     columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
-    from_start = gl.full([C], 1.0, gl.float32, columns)
-    to_end = from_start
+    found = gl.full([C], 1.0, gl.float32, columns)
+    if NORM or GATED == SCALAR:
+        found = sums.load(columns)
+    return found
+
+
+@gluon.jit
+def _of_gates(sums, betas, decays, at, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr):
+    """What products with keys that write are multiplied by: beta e^{b_C - b}, with NORM divided by norms, a column [64,
+    C]. And e^{b_C}, as S^T is multiplied with it."""
+    columns: gl.constexpr = gl.SliceLayout(0, by_sum(C))
+    to_end = gl.full([C], 1.0, gl.float32, columns)
     decay = 1.0
     if GATED == CHANNEL:
         decay = sums.load(gl.SliceLayout(0, by_sum(K)))[None, :]
     else:
         to_end = betas.load(columns)
         if GATED == SCALAR:
-            from_start = sums.load(columns)
             decay = gl.load(decays + at * C + C - 1)
-    return from_start, to_end, decay
+    return to_end, decay
 
 
 @gluon.jit
@@ -131,8 +151,8 @@ def forward(
     initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, before,
     held, scale, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr,
     SUMS: gl.constexpr, NONZERO: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr,
-    GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr,
-    PDL: gl.constexpr,
+    GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
@@ -144,8 +164,11 @@ def forward(
     Programs beyond the columns of V walk the unit matrix, with values of zeros; what it becomes is the segment's matrix
     A [B, n_seg, H, K, K].
 
-    decays: beta of tokens; with a gate a token [2, B H, chunks, C], as `wy_inverse` left them; with a gate a channel
-    e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks, C, K].
+    decays: beta of tokens; with a gate a token, or with NORM, [2, B H, chunks, C] or [4, ..], as `wy_inverse` left
+    them; with a gate a channel e^{b_C} [B H, chunks, K], and then queries and keys are `channel_scores`' [B H, chunks,
+    C, K].
+
+    NORM: queries and keys are to be divided by their norms, which is in `decays`.
 
     DEEP: copies go two chunks ahead, for programs that have a multiprocessor to themselves.
     """
@@ -190,26 +213,27 @@ def forward(
     ks, vs, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     betas, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
     qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, K), tiles(THEN, C, C)
+    asks = numbers(THEN, C) if NORM and READS else betas
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
             c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, betas, sums, table,
-            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED, STEPS, 1,
+            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, NORM, PACKED, STEPS, 1, True,
         )  # fmt: skip
     async_copy.commit_group()
     if LATER:
         if c0 < c1:
             _fetch_later(
-                c0, 0, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS, QUERIES, GATED,
-                PACKED, STEPS,
+                c0, 0, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C,
+                READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
             )  # fmt: skip
         async_copy.commit_group()
     if DEEP:
         if c0 + 1 < c1:
             _fetch(
                 c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, betas, sums, table,
-                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, PACKED, STEPS, 1,
+                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, NORM, PACKED, STEPS, 1, True,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
@@ -230,20 +254,21 @@ def forward(
         if DEEP:
             if c + 1 < c1:
                 _fetch_later(
-                    c + 1, 1 - then, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS,
-                    QUERIES, GATED, PACKED, STEPS,
+                    c + 1, 1 - then, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T,
+                    n_chunks, K, C, READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
                 )  # fmt: skip
             async_copy.commit_group()
         if c + FIRST - 1 < c1:
             _fetch(
                 c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
-                betas, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, PACKED,
-                STEPS, 1,
+                betas, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, NORM,
+                PACKED, STEPS, 1, True,
             )  # fmt: skip
         async_copy.commit_group()
         if KEEPS:
             store(entering + place * V * K + v0 * K, S, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
+        from_start = _of_sums(sums.index(s), C, GATED, NORM)
+        to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
         if QUERIES or GATED == CHANNEL:
@@ -257,7 +282,9 @@ def forward(
             if not QUERIES:
                 arrived(1)
             out = warpgroup_mma_wait(1, [out])
-            if GATED != CHANNEL:
+            if NORM:
+                out = out * asks.index(then).load(gl.SliceLayout(0, by_sum(C)))[None, :]
+            elif GATED != CHANNEL:
                 out = out * (from_start * scale)[None, :]
             out = warpgroup_mma(operand(N, C), pairs.index(then).permute((1, 0)), out, is_async=True)
             S, out = warpgroup_mma_wait(0, [S, out])
@@ -269,8 +296,8 @@ def forward(
             gl.thread_barrier()
             if c + 1 < c1:
                 _fetch_later(
-                    c + 1, 0, row, scores, pairs, q, qs, written, ws, table, q_st, T, n_chunks, K, C, READS, QUERIES,
-                    GATED, PACKED, STEPS,
+                    c + 1, 0, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T, n_chunks,
+                    K, C, READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
                 )  # fmt: skip
             async_copy.commit_group()
         if READS:
@@ -300,8 +327,8 @@ def backward(
     q, k, written, do, decays, inverse, scores, dv, leaving, dstates, chunks_within_horizon, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
     K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
-    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr,
+    PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the last chunk to the first: dv [B, T, H, V] and the dS^T that leaves each chunk [B H, held, V, K],
     of the segments behind those `before`.
@@ -335,27 +362,29 @@ def backward(
     THEN: gl.constexpr = 2 if DEEP else 1
     QUERIES: gl.constexpr = DEEP or GATED == CHANNEL
     ks, os, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
-    betas, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
+    betas = numbers(FIRST, C)
+    sums = numbers(FIRST, K) if GATED == CHANNEL else numbers(THEN, C)
+    asks = numbers(THEN, C) if NORM else betas
     qs, pairs = tiles(THEN if QUERIES else FIRST, C, K), tiles(THEN, C, C)
     ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
             c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, betas, sums, table,
-            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED, STEPS, STEPS,
+            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, NORM, PACKED, STEPS, STEPS, False,
         )  # fmt: skip
     async_copy.commit_group()
     if c0 < c1:
         _fetch_later(
-            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED, PACKED,
-            STEPS,
+            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C, True,
+            QUERIES, GATED, NORM, PACKED, STEPS, False,
         )  # fmt: skip
     async_copy.commit_group()
     if DEEP:
         if c0 + 1 < c1:
             _fetch(
                 c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, betas, sums, table,
-                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, PACKED, STEPS, STEPS,
+                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, NORM, PACKED, STEPS, STEPS, False,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
@@ -375,27 +404,30 @@ def backward(
         if DEEP:
             if c > c0:
                 _fetch_later(
-                    c - 1, 1 - then, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES,
-                    GATED, PACKED, STEPS,
+                    c - 1, 1 - then, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks,
+                    K, C, True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
         if c - FIRST + 1 >= c0:
             _fetch(
                 c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
-                inverses, betas, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, PACKED,
-                STEPS, STEPS,
+                inverses, betas, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, NORM,
+                PACKED, STEPS, STEPS, False,
             )  # fmt: skip
         async_copy.commit_group()
         if not SUMS:
             store(leaving + place * V * K + v0 * K, dS, 64, 64, K, K)
-        from_start, to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
+        late = s if GATED == CHANNEL else then
+        to_end, decay = _of_gates(sums.index(late), betas.index(s), decays, at, K, C, GATED)
         arrived(3 if DEEP else 1)
+        from_start = _of_sums(sums.index(late), C, GATED, NORM)
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
         dN = warpgroup_mma(given, pairs.index(then), X, is_async=True)
         if GATED == CHANNEL:
             dS = warpgroup_mma(given, qc, dS * decay, is_async=True)
         else:
-            weights = gl.convert_layout(from_start * scale, gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2)))
+            of_rows: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2))
+            weights = asks.index(then).load(of_rows) if NORM else gl.convert_layout(from_start * scale, of_rows)
             weighted = given.load(gl.DotOperandLayout(0, SK, 2)).to(gl.float32) * weights[None, :]
             dS = warpgroup_mma(weighted.to(gl.bfloat16), qc, dS * decay, is_async=True)
         dN = warpgroup_mma_wait(1, [dN])
@@ -405,8 +437,8 @@ def backward(
             gl.thread_barrier()
             if c > c0:
                 _fetch_later(
-                    c - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED,
-                    PACKED, STEPS,
+                    c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C,
+                    True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
         dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
@@ -417,8 +449,8 @@ def backward(
             gl.thread_barrier()
             if c > c0:
                 _fetch_later(
-                    c - 1, 0, row, scores, pairs, q, qs, k, ws, table, q_st, T, n_chunks, K, C, True, QUERIES, GATED,
-                    PACKED, STEPS,
+                    c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C,
+                    True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
         if PACKED:

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flexsp.kernels.gluon import begin, chunk_at, of_gates, of_outputs, power
+from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
 __all__ = ["inverse", "wy_inverse"]
@@ -37,6 +38,7 @@ _GIVEN = gl.constexpr(
 _BLOCKS = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [16, 64], [1, 0]))
 _TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_EPS = gl.constexpr(EPS)
 
 
 @gluon.jit
@@ -216,27 +218,42 @@ def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexp
 
 
 @gluon.jit
-def _pairs(x, k, K: gl.constexpr, OF_KEYS: gl.constexpr):
-    """x_i . k_j of tiles [C, K] in shared memory, as ten blocks: (0, 0), (1, 0), (1, 1), (2, 0) and so on. OF_KEYS: of
-    -k_i."""
+def _pairs(q, k, K: gl.constexpr, NORM: gl.constexpr):
+    """q_i . k_j and -k_i . k_j of tiles [C, K] in shared memory, as ten blocks each: (0, 0), (1, 0), (1, 1), (2, 0) and
+    so on. And if NORM q_i . q_j of the four blocks on the diagonal."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
-    sums = _no_tiles()
+    of_queries, of_keys, squares = _no_tiles(), _no_tiles(), _no_tiles()
     for _ in gl.static_range(10):
-        sums = sums + (zeros,)
+        of_queries, of_keys = of_queries + (zeros,), of_keys + (zeros,)
+    for _ in gl.static_range(4):
+        squares = squares + (zeros,)
     for k0 in gl.static_range(0, K, 16):
         rights = _no_tiles()
         for j in gl.static_range(4):
             right = k.slice(16 * j, 16, dim=0).slice(k0, 16, dim=1).permute((1, 0))
             rights = rights + (right.load(gl.DotOperandLayout(1, _SUMS, 2)),)
-        new = _no_tiles()
+        more_queries, more_keys, more_squares = _no_tiles(), _no_tiles(), _no_tiles()
         for i in gl.static_range(4):
-            left = x.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
-            if OF_KEYS:
-                left = _negative(left)
+            query = q.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
+            key = _negative(k.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2)))
             for j in gl.static_range(i + 1):
-                new = new + (mma_v2(left, rights[j], sums[i * (i + 1) // 2 + j]),)
-        sums = new
-    return sums
+                more_queries = more_queries + (mma_v2(query, rights[j], of_queries[i * (i + 1) // 2 + j]),)
+                more_keys = more_keys + (mma_v2(key, rights[j], of_keys[i * (i + 1) // 2 + j]),)
+            if NORM:
+                right = gl.convert_layout(gl.permute(query, (1, 0)), gl.DotOperandLayout(1, _SUMS, 2))
+                more_squares = more_squares + (mma_v2(query, right, squares[i]),)
+        of_queries, of_keys = more_queries, more_keys
+        if NORM:
+            squares = more_squares
+    return of_queries, of_keys, squares
+
+
+@gluon.jit
+def _put_diagonal(to, x, n: gl.constexpr):
+    """The diagonal of block n on the diagonal, in shared memory."""
+    i = gl.arange(0, 16, _ROWS)[:, None]
+    j = gl.arange(0, 16, _COLUMNS)[None, :]
+    to.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x, 0.0), axis=1))
 
 
 @gluon.jit
@@ -257,13 +274,8 @@ def _parts(numbers, layout: gl.constexpr):
 
 
 @gluon.jit
-def _bounds(to, half, x, beta, gate, own):
-    """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: room for numbers of tokens."""
-    i = gl.arange(0, 16, _ROWS)[:, None]
-    j = gl.arange(0, 16, _COLUMNS)[None, :]
-    for n in gl.static_range(4):
-        own.slice(16 * n, 16, dim=0).store(gl.sum(gl.where(i == j, x[n * (n + 1) // 2 + n], 0.0), axis=1))
-    gl.thread_barrier()
+def _bounds(to, half, beta, gate, own):
+    """Stores the two bounds, see `flexsp.kernels.delta.wy_transform.wy_inverse`; own: -k . k of tokens."""
     growth = gl.maximum(gl.abs(1.0 + beta * own.load(_TOKENS)), 1.0, propagate_nan=tl.PropagateNan.ALL)
     most = gate + gl.log2(growth)
     gl.store(to, gl.sum(most, axis=0))
@@ -271,12 +283,16 @@ def _bounds(to, half, x, beta, gate, own):
 
 
 @gluon.jit
-def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here, GATED: gl.constexpr):
+def _weighted(
+    x, m: gl.constexpr, n: gl.constexpr, factors, norms, rows, columns, here, GATED: gl.constexpr, NORM: gl.constexpr
+):  # fmt: skip
     """Block (m, n) of pairs x, with the factors of its columns and decayed; on the diagonal only `here`, else zero.
 
-    factors: of columns; rows, columns: cumulative gates; all block by block.
+    factors: of columns; norms: factors of rows, if NORM; rows, columns: cumulative gates; all block by block.
     """
     found = x[m * (m + 1) // 2 + n] * factors[n][None, :]
+    if NORM:
+        found *= norms[m][:, None]
     if GATED:
         found *= power(rows[m][:, None] - columns[n][None, :])
     if m == n:
@@ -285,18 +301,19 @@ def _weighted(x, m: gl.constexpr, n: gl.constexpr, factors, rows, columns, here,
 
 
 @gluon.jit
-def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
+def _decayed(x, factors, norms, totals, blocks, tile, GATED: gl.constexpr, NORM: gl.constexpr):
     """N of pairs x, with numbers of tokens in shared memory: betas and cumulative gates.
 
     Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
     inverse is given its zeros.
     """
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
-    factors, rows, columns = _parts(factors, _COLUMNS), _parts(totals, _ROWS), _parts(totals, _COLUMNS)
+    factors, norms = _parts(factors, _COLUMNS), _parts(norms, _ROWS)
+    rows, columns = _parts(totals, _ROWS), _parts(totals, _COLUMNS)
     made = _no_tiles()
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
-            pairs = _weighted(x, m, n, factors, rows, columns, below, GATED)
+            pairs = _weighted(x, m, n, factors, norms, rows, columns, below, GATED, NORM)
             if m == n:
                 blocks.slice(16 * m, 16, dim=1).store(pairs)
             else:
@@ -306,27 +323,34 @@ def _decayed(x, factors, totals, blocks, tile, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _scored(x, factors, totals, scale, tile, GATED: gl.constexpr):
+def _scored(x, factors, norms, totals, scale, tile, GATED: gl.constexpr, NORM: gl.constexpr):
     """Puts the scores of products x into the tile."""
     until = gl.arange(0, 16, _ROWS)[:, None] >= gl.arange(0, 16, _COLUMNS)[None, :]
-    factors, rows, columns = _parts(factors, _COLUMNS), _parts(totals, _ROWS), _parts(totals, _COLUMNS)
+    factors, norms = _parts(factors, _COLUMNS), _parts(norms, _ROWS)
+    rows, columns = _parts(totals, _ROWS), _parts(totals, _COLUMNS)
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
-            _put(tile, _weighted(x, m, n, factors, rows, columns, until, GATED) * scale, m, n)
+            found = _weighted(x, m, n, factors, norms, rows, columns, until, GATED, NORM)
+            _put(tile, found * scale, m, n)
             if m > n:
                 _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
 
 
 @gluon.jit(do_not_specialize=["T", "H"])
 def wy_inverse(
-    q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, scores, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh,
-    beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr, GATED: gl.constexpr,
-    BOUNDS: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
+    q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, norms, scores, table, q_sb, q_st, q_sh, k_sb, k_st,
+    k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr,
+    GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
+    STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 or 128 channels and chunks of 64
     tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
+
+    NORM: queries and keys are to be divided by their norms. Then norms [2, B H, chunks, C] are 1 / norm of queries and
+    keys, and decays [4, ..] what walks multiply by, with norms: e^b without them, where there are gates, then
+    beta e^{b_C - b} and e^b for keys, and scale e^b for queries.
     """
     begin(PDL)
     row = gl.program_id(1).to(gl.int64)
@@ -343,7 +367,10 @@ def wy_inverse(
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)
     given = given.to(gl.float32)
     gl.store(chunk_beta + at * C + i, given)
-    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given)
+    half = (chunks * C).to(gl.int64) * gl.num_programs(1)
+    from_start = gl.full([C], 1.0, gl.float32, _TOKENS)
+    written = given
+    factors = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
     totals = factors
     if GATED:
         token, there = of_gates(start, length, C, STEPS, _TOKENS)
@@ -354,23 +381,47 @@ def wy_inverse(
         gl.store(gates + at * C + i, total)
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
         gl.thread_barrier()
-        gl.store(decays + at * C + i, power(total))
+        from_start = power(total)
+        gl.store(decays + at * C + i, from_start)
         end = totals.slice(C - 1, 1, dim=0).load(_TOKENS)
-        half = (chunks * C).to(gl.int64) * gl.num_programs(1)
-        gl.store(decays + half + at * C + i, given * power(end - total))
+        written = given * power(end - total)
+        if not NORM:
+            gl.store(decays + half + at * C + i, written)
     async_copy.wait_group(0)
     gl.thread_barrier()
-    of_queries = _pairs(qs, ks, K, False)
-    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
-    _scored(of_queries, factors, totals, scale, tile, GATED)
-    _store(scores + at * C * C, tile, C)
-    x = _pairs(ks, ks, K, True)
+    of_queries, x, squares = _pairs(qs, ks, K, NORM)
+    own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+    for n in gl.static_range(4):
+        _put_diagonal(own, x[n * (n + 1) // 2 + n], n)
+    of_query, of_key = factors, factors
+    squared = given
+    if NORM:
+        of_query = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+        of_key = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
+        for n in gl.static_range(4):
+            _put_diagonal(of_query, squares[n], n)
+        gl.thread_barrier()
+        asks, reads = gl.rsqrt(of_query.load(_TOKENS) + _EPS), gl.rsqrt(_EPS - own.load(_TOKENS))
+        gl.store(norms + at * C + i, asks)
+        gl.store(norms + half + at * C + i, reads)
+        gl.store(decays + half + at * C + i, written * reads)
+        gl.store(decays + 2 * half + at * C + i, from_start * reads)
+        gl.store(decays + 3 * half + at * C + i, from_start * (asks * scale))
+        gl.thread_barrier()  # the squares were read
+        of_query.store(asks)
+        of_key.store(reads)
+        given *= reads
+        squared = given * reads
+    factors.store(given)
+    gl.thread_barrier()
     if GATED and BOUNDS:
-        own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
-        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, x, given, gate, own)
+        _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, squared, gate, own)
+    tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)
+    _scored(of_queries, factors, of_query, totals, scale, tile, GATED, NORM)
+    _store(scores + at * C * C, tile, C)
     gl.thread_barrier()  # the tile was read
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
-    made = _decayed(x, factors, totals, blocks, tile, GATED)
+    made = _decayed(x, factors, of_key, totals, blocks, tile, GATED, NORM)
     gl.thread_barrier()
     squares = _inverted(blocks, made, tile)
     _store(inverse + at * C * C, tile, C)

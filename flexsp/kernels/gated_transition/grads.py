@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.gated_keys.tiles import up_to_last_large
-from flexsp.kernels.gated_transition.tiles import both_gates, factors, within
+from flexsp.kernels.gated_keys.tiles import last_row, running_gates, up_to_last_large
+from flexsp.kernels.gated_transition.tiles import factors, within
 from flexsp.kernels.primitives import GATE_MIN, chunk_info, load_rows, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -55,14 +55,14 @@ def _of_scores(
     do, v, reads, solved, do_st, v_st, length, scale, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of q with k and b and of a with k and b."""
+    """Gradients of the scores of q with k and b and, a row earlier, of a with k and b."""
     q_k = tl.zeros([C, C], tl.float32)
     q_b = tl.zeros([C, C], tl.float32)
     a_k = tl.zeros([C, C], tl.float32)
     a_b = tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
         do_c = load_rows(do, do_st, length, v0, C, V, BV)
-        back = load_rows(solved, V, length, v0, C, V, BV)
+        back = load_rows(solved + V, V, length - 1, v0, C, V, BV)
         values = tl.trans(load_rows(v, v_st, length, v0, C, V, BV))
         read = tl.trans(load_rows(reads, V, length, v0, C, V, BV))
         q_k += mm(do_c, values, DOT, PREC)
@@ -95,38 +95,53 @@ def _kept(entering, leaving, at, K: tl.constexpr, V: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def _of_later(
-    x, x_st, k, k_st, b, b_st, with_k, with_b, to_x, after, before, running, length, at, BEFORE: tl.constexpr, C: tl.constexpr,
-    K: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+def _first(
+    solved, entering, da, length, at, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
-    """(to_x and the gradient of x, which later tokens have of pairs, and what pairs add to their sums of gates)."""
+    """The gradient of a chunk's first row of `a`, which no gate of the chunk decays."""
+    cols = at + tl.arange(0, BN)
+    found = tl.zeros([BN], tl.float32)
+    for v0 in range(0, V, BV):
+        S = load_rows(entering + at * V, V, K - at, v0, BN, V, BV).to(tl.float32)
+        columns = v0 + tl.arange(0, BV)
+        back = tl.load(solved + columns, mask=(columns < V) & (length > 0), other=0.0).to(tl.float32)
+        found += tl.sum(S * back[None, :] + 0.0, axis=1)
+    tl.store(da + cols, found.to(da.dtype.element_ty), mask=(cols < K) & (length > 0))
+
+
+@triton.jit
+def _of_later(
+    x, x_st, k, k_st, b, b_st, with_k, with_b, to_x, own, running, length, n, at, C: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """(to_x and the gradient of x, n rows that later tokens have of pairs, and what pairs add to their sums of gates)."""
     of_gates = tl.zeros([C, BN], tl.float32)
     for level in range(0, LEVELS):
-        up, earlier, down = factors(after, before, running, level, at + tl.arange(0, BN), C, K)
-        up = earlier if BEFORE else up
+        up, down = factors(own, running, level, at + tl.arange(0, BN), C, K)
         near = within(level, C)
         kc = (load_rows(k, k_st, length, at, C, K, BN) * down).to(DOT)
         new = mm(tl.where(near, with_k, 0.0), kc, DOT, PREC)
         bc = (load_rows(b, b_st, length, at, C, K, BN) * down).to(DOT)
         new = tl.dot(tl.where(near, with_b, 0.0).to(DOT), bc, new)
         to_x += new * up
-        of_gates += new * (load_rows(x, x_st, length, at, C, K, BN) * up).to(DOT).to(tl.float32)
+        of_gates += new * (load_rows(x, x_st, n, at, C, K, BN) * up).to(DOT).to(tl.float32)
     return to_x, of_gates
 
 
 @triton.jit
 def _of_earlier(
-    x, x_st, q, q_st, a, a_st, with_q, with_a, to_x, after, before, running, length, at, C: tl.constexpr,
-    K: tl.constexpr, BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    x, x_st, q, q_st, a, a_st, with_q, with_a, to_x, own, running, length, at, C: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The same of x that earlier tokens have."""
+    """The same of x that earlier tokens have; the rows of `a` are taken one earlier."""
     of_gates = tl.zeros([C, BN], tl.float32)
     for level in range(0, LEVELS):
-        up, earlier, down = factors(after, before, running, level, at + tl.arange(0, BN), C, K)
+        up, down = factors(own, running, level, at + tl.arange(0, BN), C, K)
         near = within(level, C)
         qc = (load_rows(q, q_st, length, at, C, K, BN) * up).to(DOT)
         new = mm(tl.trans(tl.where(near, with_q, 0.0)), qc, DOT, PREC)
-        ac = (load_rows(a, a_st, length, at, C, K, BN) * earlier).to(DOT)
+        ac = (load_rows(a, a_st, length - 1, at, C, K, BN) * up).to(DOT)
         new = tl.dot(tl.trans(tl.where(near, with_a, 0.0).to(DOT)), ac, new)
         to_x += new * down
         of_gates -= new * (load_rows(x, x_st, length, at, C, K, BN) * down).to(DOT).to(tl.float32)
@@ -166,81 +181,93 @@ def _of_chunk(
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     of_qk, of_qb, of_ak, of_ab = _of_scores(do, v, reads, solved, do_st, v_st, length, scale, C, V, BV, DOT, PREC)
-    own_k = tl.sum(tl.where(i == j, of_qk, 0.0), axis=1)[:, None]
-    own_b = tl.sum(tl.where(i == j, of_qb, 0.0), axis=1)[:, None]
+    qk_alone = tl.sum(tl.where(i == j, of_qk, 0.0), axis=1)[:, None]
+    qb_alone = tl.sum(tl.where(i == j, of_qb, 0.0), axis=1)[:, None]
+    ak_alone = tl.sum(tl.where(i == j, of_ak, 0.0), axis=1)[:, None]
+    ab_alone = tl.sum(tl.where(i == j, of_ab, 0.0), axis=1)[:, None]
     of_qk = tl.where(i > j, of_qk, 0.0).to(DOT)
     of_qb = tl.where(i > j, of_qb, 0.0).to(DOT)
     of_ak = tl.where(i > j, of_ak, 0.0).to(DOT)
     of_ab = tl.where(i > j, of_ab, 0.0).to(DOT)
-    after, before, end = both_gates(g, g_st, length, at, C, K, BN)
+    _first(solved, entering, da + to, length, at, K, V, BN, BV)
+    a += a_st  # what it reads before a token's gate is what it would read after that of the token before
+    solved += V
+    later = length - 1
+    own = running_gates(g, g_st, length, at, C, K, BN)
+    end = last_row(own, C)
     if SMALL_GATES:
         half = 0.5 * end[None, :]
         rest = tl.exp(half)
-        x = (load_rows(k, k_st, length, at, C, K, BN) * tl.exp(half - after)).to(DOT)
-        y = (load_rows(b, b_st, length, at, C, K, BN) * tl.exp(half - after)).to(DOT)
+        x = (load_rows(k, k_st, length, at, C, K, BN) * tl.exp(half - own)).to(DOT)
+        y = (load_rows(b, b_st, length, at, C, K, BN) * tl.exp(half - own)).to(DOT)
         to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * rest)
         to_q = tl.dot(of_qb, y, tl.dot(of_qk, x, to_q))
-        of_read = (load_rows(q, q_st, length, at, C, K, BN) * tl.exp(after - half)).to(DOT)
-        of_after = to_q * of_read.to(tl.float32)
-        own = own_k * load_rows(k, k_st, length, at, C, K, BN) + own_b * load_rows(b, b_st, length, at, C, K, BN)
-        store_rows(dq + to, to_q * tl.exp(after - half) + own, H * K, length, at, C, K, BN)
-        to_a = _through(solved, V, entering, length, at, C, K, V, BN, BV, DOT, PREC) * rest
+        of_read = (load_rows(q, q_st, length, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        of_sums = to_q * of_read.to(tl.float32)
+        to_q *= tl.exp(own - half)
+    else:
+        left = tl.exp(end[None, :] - own)
+        to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * tl.exp(own))
+        of_sums = to_q * load_rows(q, q_st, length, at, C, K, BN)
+        to_q, more = _of_later(
+            q, q_st, k, k_st, b, b_st, of_qk, of_qb, to_q, own, running, length, length, at, C, K, BN, LEVELS, DOT, PREC
+        )  # fmt: skip
+        of_sums += more
+    to_q += qk_alone * load_rows(k, k_st, length, at, C, K, BN)
+    to_q += qb_alone * load_rows(b, b_st, length, at, C, K, BN)
+    store_rows(dq + to, to_q, H * K, length, at, C, K, BN)
+    if SMALL_GATES:
+        to_a = _through(solved, V, entering, later, at, C, K, V, BN, BV, DOT, PREC) * rest
         to_a = tl.dot(of_ab, y, tl.dot(of_ak, x, to_a))
-        of_removed = (load_rows(a, a_st, length, at, C, K, BN) * tl.exp(before - half)).to(DOT)
-        of_before = to_a * of_removed.to(tl.float32)
-        store_rows(da + to, to_a * tl.exp(before - half), H * K, length, at, C, K, BN)
+        of_removed = (load_rows(a, a_st, later, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        of_sums += to_a * of_removed.to(tl.float32)
+        to_a *= tl.exp(own - half)
+    else:
+        to_a = _through(solved, V, entering, later, at, C, K, V, BN, BV, DOT, PREC) * tl.exp(own)
+        of_sums += to_a * load_rows(a, a_st, later, at, C, K, BN)
+        to_a, more = _of_later(
+            a, a_st, k, k_st, b, b_st, of_ak, of_ab, to_a, own, running, length, later, at, C, K, BN, LEVELS, DOT, PREC
+        )  # fmt: skip
+        of_sums += more
+    to_a += ak_alone * load_rows(k, k_st, length, at, C, K, BN)
+    to_a += ab_alone * load_rows(b, b_st, length, at, C, K, BN)
+    store_rows(da + to + H * K, to_a, H * K, later, at, C, K, BN)
+    if SMALL_GATES:
         to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
         whole = tl.sum(to_k * x.to(tl.float32) + 0.0, axis=0)
         to_k = tl.dot(tl.trans(of_ak), of_removed, tl.dot(tl.trans(of_qk), of_read, to_k))
-        of_after -= to_k * x.to(tl.float32)
-        own = own_k * load_rows(q, q_st, length, at, C, K, BN)
-        store_rows(dk + to, to_k * tl.exp(half - after) + own, H * K, length, at, C, K, BN)
-        to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
-        whole += tl.sum(to_b * y.to(tl.float32) + 0.0, axis=0)
-        to_b = tl.dot(tl.trans(of_ab), of_removed, tl.dot(tl.trans(of_qb), of_read, to_b))
-        of_after -= to_b * y.to(tl.float32)
-        own = own_b * load_rows(q, q_st, length, at, C, K, BN)
-        store_rows(db + to, to_b * tl.exp(half - after) + own, H * K, length, at, C, K, BN)
+        of_sums -= to_k * x.to(tl.float32)
+        to_k *= tl.exp(half - own)
     else:
-        left = tl.exp(end[None, :] - after)
-        to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * tl.exp(after))
-        of_after = to_q * load_rows(q, q_st, length, at, C, K, BN)
-        to_q, more = _of_later(
-            q, q_st, k, k_st, b, b_st, of_qk, of_qb, to_q, after, before, running, length, at, False, C, K, BN,
-            LEVELS, DOT, PREC,
-        )  # fmt: skip
-        of_after += more
-        own = own_k * load_rows(k, k_st, length, at, C, K, BN) + own_b * load_rows(b, b_st, length, at, C, K, BN)
-        store_rows(dq + to, to_q + own, H * K, length, at, C, K, BN)
-        to_a = _through(solved, V, entering, length, at, C, K, V, BN, BV, DOT, PREC) * tl.exp(before)
-        of_before = to_a * load_rows(a, a_st, length, at, C, K, BN)
-        to_a, more = _of_later(
-            a, a_st, k, k_st, b, b_st, of_ak, of_ab, to_a, after, before, running, length, at, True, C, K, BN,
-            LEVELS, DOT, PREC,
-        )  # fmt: skip
-        of_before += more
-        store_rows(da + to, to_a, H * K, length, at, C, K, BN)
         to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * left
         written = to_k * load_rows(k, k_st, length, at, C, K, BN)
         whole = tl.sum(written + 0.0, axis=0)
         to_k, more = _of_earlier(
-            k, k_st, q, q_st, a, a_st, of_qk, of_ak, to_k, after, before, running, length, at, C, K, BN, LEVELS,
-            DOT, PREC,
+            k, k_st, q, q_st, a, a_st, of_qk, of_ak, to_k, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
         )  # fmt: skip
-        of_after += more - written
-        store_rows(dk + to, to_k + own_k * load_rows(q, q_st, length, at, C, K, BN), H * K, length, at, C, K, BN)
+        of_sums += more - written
+    to_k += qk_alone * load_rows(q, q_st, length, at, C, K, BN)
+    to_k += ak_alone * load_rows(a, a_st, later, at, C, K, BN)
+    store_rows(dk + to, to_k, H * K, length, at, C, K, BN)
+    if SMALL_GATES:
+        to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
+        whole += tl.sum(to_b * y.to(tl.float32) + 0.0, axis=0)
+        to_b = tl.dot(tl.trans(of_ab), of_removed, tl.dot(tl.trans(of_qb), of_read, to_b))
+        of_sums -= to_b * y.to(tl.float32)
+        to_b *= tl.exp(half - own)
+    else:
         to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * left
         written = to_b * load_rows(b, b_st, length, at, C, K, BN)
         whole += tl.sum(written + 0.0, axis=0)
         to_b, more = _of_earlier(
-            b, b_st, q, q_st, a, a_st, of_qb, of_ab, to_b, after, before, running, length, at, C, K, BN, LEVELS,
-            DOT, PREC,
+            b, b_st, q, q_st, a, a_st, of_qb, of_ab, to_b, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
         )  # fmt: skip
-        of_after += more - written
-        store_rows(db + to, to_b + own_b * load_rows(q, q_st, length, at, C, K, BN), H * K, length, at, C, K, BN)
+        of_sums += more - written
+    to_b += qb_alone * load_rows(q, q_st, length, at, C, K, BN)
+    to_b += ab_alone * load_rows(a, a_st, later, at, C, K, BN)
+    store_rows(db + to, to_b, H * K, length, at, C, K, BN)
     whole += tl.exp(end) * _kept(entering, leaving, at, K, V, BN, BV)
-    # A sum up to the gate before a token has those of earlier tokens; one up to its own has that one too.
-    of_gates = tl.cumsum(of_after + of_before, axis=0, reverse=True) - of_before + whole[None, :]
+    of_gates = tl.cumsum(of_sums, axis=0, reverse=True) + whole[None, :]
     given = load_rows(g, g_st, length, at, C, K, BN).to(tl.float32)
     store_rows(dg + to, tl.where(given <= GATE_MIN, 0.0, of_gates), H * K, length, at, C, K, BN)
 

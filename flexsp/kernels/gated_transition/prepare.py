@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.gated_keys.tiles import far_apart, up_to_last_large
-from flexsp.kernels.gated_transition.tiles import both_gates, factors, within
+from flexsp.kernels.gated_keys.tiles import far_apart, last_row, running_gates, up_to_last_large
+from flexsp.kernels.gated_transition.tiles import factors, within
 from flexsp.kernels.primitives import chunk_info, load_rows, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -18,7 +18,11 @@ def _gate_chunk(
     C: tl.constexpr, LEVELS: tl.constexpr, SMALL_GATES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk; how many of its channels have gates that are not small."""
+    """One chunk; how many of its channels have gates that are not small.
+
+    What `a` reads before a token's gate is what it would read after that of the token before: its rows are taken one
+    earlier, with the same decays as those of q, and stored one later.
+    """
     row = tl.program_id(1).to(tl.int64)
     batch, h = row // H, row % H
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -30,7 +34,7 @@ def _gate_chunk(
     running += chunk * C * K
     gated_q += chunk * C * K
     gated_k += chunk * C * K
-    gated_a += chunk * C * K
+    gated_a += chunk * C * K + K
     gated_b += chunk * C * K
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
@@ -41,51 +45,63 @@ def _gate_chunk(
     far = 0
     for at in range(0, K, BN):
         cols = at + tl.arange(0, BN)
-        after, before, end = both_gates(g, g_st, length, at, C, K, BN)
+        own = running_gates(g, g_st, length, at, C, K, BN)
+        end = last_row(own, C)
         far += far_apart(end)
         if SMALL_GATES:
             tl.store(running + (C - 1) * K + cols, end, mask=cols < K)
         else:
-            store_rows(running, after, K, C, at, C, K, BN)
+            store_rows(running, own, K, C, at, C, K, BN)
             tl.debug_barrier()
         qc = load_rows(q, q_st, length, at, C, K, BN)
         kc = load_rows(k, k_st, length, at, C, K, BN)
-        ac = load_rows(a, a_st, length, at, C, K, BN)
+        ac = load_rows(a + a_st, a_st, length - 1, at, C, K, BN)
         bc = load_rows(b, b_st, length, at, C, K, BN)
-        # The pairs of one token have no decay, and are not rounded. + 0.0, so that all lanes round alike.
-        own = tl.sum(qc.to(tl.float32) * kc.to(tl.float32) + 0.0, axis=1)[:, None]
-        of_qk += tl.where(i == j, own, 0.0)
-        own = tl.sum(qc.to(tl.float32) * bc.to(tl.float32) + 0.0, axis=1)[:, None]
-        of_qb += tl.where(i == j, own, 0.0)
-        store_rows(gated_q, qc * tl.exp(after), K, C, at, C, K, BN)
-        store_rows(gated_a, ac * tl.exp(before), K, C, at, C, K, BN)
-        left = tl.exp(end[None, :] - after)
+        # Pairs without decay are not rounded. + 0.0, so that all lanes round alike.
+        alone = tl.sum(qc.to(tl.float32) * kc.to(tl.float32) + 0.0, axis=1)[:, None]
+        of_qk += tl.where(i == j, alone, 0.0)
+        alone = tl.sum(qc.to(tl.float32) * bc.to(tl.float32) + 0.0, axis=1)[:, None]
+        of_qb += tl.where(i == j, alone, 0.0)
+        alone = tl.sum(ac.to(tl.float32) * kc.to(tl.float32) + 0.0, axis=1)[:, None]
+        of_ak += tl.where(i == j, alone, 0.0)
+        alone = tl.sum(ac.to(tl.float32) * bc.to(tl.float32) + 0.0, axis=1)[:, None]
+        of_ab += tl.where(i == j, alone, 0.0)
+        whole, left = tl.exp(own), tl.exp(end[None, :] - own)
+        store_rows(gated_q, qc * whole, K, C, at, C, K, BN)
+        store_rows(gated_a, ac * whole, K, C - 1, at, C, K, BN)
+        first_row = tl.load(a + cols, mask=(cols < K) & (length > 0), other=0.0)
+        tl.store(gated_a - K + cols, first_row, mask=cols < K)
         store_rows(gated_k, kc * left, K, C, at, C, K, BN)
         store_rows(gated_b, bc * left, K, C, at, C, K, BN)
         if SMALL_GATES:
             half = 0.5 * end[None, :]
-            up, earlier, down = tl.exp(after - half), tl.exp(before - half), tl.exp(half - after)
+            up, down = tl.exp(own - half), tl.exp(half - own)
             keys, writes = tl.trans((kc * down).to(DOT)), tl.trans((bc * down).to(DOT))
-            reads, removes = (qc * up).to(DOT), (ac * earlier).to(DOT)
+            reads, removes = (qc * up).to(DOT), (ac * up).to(DOT)
             of_qk += tl.where(i > j, mm(reads, keys, DOT, PREC), 0.0)
             of_qb += tl.where(i > j, mm(reads, writes, DOT, PREC), 0.0)
-            of_ak += mm(removes, keys, DOT, PREC)
-            of_ab += mm(removes, writes, DOT, PREC)
+            of_ak += tl.where(i > j, mm(removes, keys, DOT, PREC), 0.0)
+            of_ab += tl.where(i > j, mm(removes, writes, DOT, PREC), 0.0)
         else:
             for level in range(0, LEVELS):
-                up, earlier, down = factors(after, before, running, level, cols, C, K)
-                near = within(level, C)
+                up, down = factors(own, running, level, cols, C, K)
+                pairs = within(level, C) & (i > j)
                 keys, writes = tl.trans((kc * down).to(DOT)), tl.trans((bc * down).to(DOT))
-                reads, removes = (qc * up).to(DOT), (ac * earlier).to(DOT)
-                of_qk += tl.where(near & (i > j), mm(reads, keys, DOT, PREC), 0.0)
-                of_qb += tl.where(near & (i > j), mm(reads, writes, DOT, PREC), 0.0)
-                of_ak += tl.where(near, mm(removes, keys, DOT, PREC), 0.0)
-                of_ab += tl.where(near, mm(removes, writes, DOT, PREC), 0.0)
+                reads, removes = (qc * up).to(DOT), (ac * up).to(DOT)
+                of_qk += tl.where(pairs, mm(reads, keys, DOT, PREC), 0.0)
+                of_qb += tl.where(pairs, mm(reads, writes, DOT, PREC), 0.0)
+                of_ak += tl.where(pairs, mm(removes, keys, DOT, PREC), 0.0)
+                of_ab += tl.where(pairs, mm(removes, writes, DOT, PREC), 0.0)
     at = chunk * C * C + i * C + j
     tl.store(q_k + at, of_qk.to(q_k.dtype.element_ty))
     tl.store(q_b + at, of_qb.to(q_b.dtype.element_ty))
-    tl.store(a_k + at, tl.where(i > j, of_ak, 0.0).to(a_k.dtype.element_ty))
-    tl.store(lower + at, tl.where(i > j, -of_ab, tl.where((i == j) & (i < length), 1.0, 0.0)))
+    later = i + 1 < C
+    tl.store(a_k + at + C, of_ak.to(a_k.dtype.element_ty), mask=later & (j >= 0))
+    one = (j == i + 1) & (j < length)
+    tl.store(lower + at + C, tl.where(one, 1.0, -of_ab), mask=later & (j >= 0))
+    j = tl.arange(0, C)
+    tl.store(a_k + chunk * C * C + j, tl.zeros([C], a_k.dtype.element_ty))
+    tl.store(lower + chunk * C * C + j, tl.where((j == 0) & (length > 0), 1.0, 0.0))
     return far
 
 

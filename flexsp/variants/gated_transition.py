@@ -24,10 +24,11 @@ _READS, _SOLVED, _SMALL = "@reads", "@solved", "@small_gates"
 
 
 class _How(NamedTuple):
-    """Channels of keys that a program holds at a time, and its warps."""
+    """Channels of keys that a program holds at a time, its warps, and a limit of a thread's registers."""
 
     channels: int
     warps: int
+    registers: int | None = None
 
 
 class _Kept(NamedTuple):
@@ -71,7 +72,7 @@ class _GatedTransition(Lowering):
         x, tokens = _kept(plan), ("q", "k", "a", "b", "g")
         made = (x.running, x.gated_q, x.gated_k, x.gated_a, x.gated_b, x.q_k, x.q_b, x.a_k, x.lower)
         gated = [
-            _launch(plan, gate_operands_small, _How(64, 8), tokens, tokens, (*made, _SMALL)),
+            _launch(plan, gate_operands_small, _How(32, 8, 128), tokens, tokens, (*made, _SMALL)),
             _launch(plan, gate_operands, _How(32, 8), tokens, tokens, made, also=(_SMALL,)),
         ]
         reads = ("v", x.inverse, x.gated_a, x.a_k)
@@ -121,7 +122,7 @@ def _launch(
 
     K, V, blocks = plan.code.layout.rows, plan.code.layout.cols, dict(plan.tiling.blocks)
     table, channels = "@table" if plan.n_docs else None, min(how.channels, blocks[K])
-    parts, launch = -(-plan.sizes[K] // channels), Launch(0, how.warps, 1)
+    parts, launch = -(-plan.sizes[K] // channels), Launch(0, how.warps, 1, how.registers)
     constants: dict[str, Any] = {
         "K": plan.sizes[K], "V": plan.sizes[V], "BN": channels, "BV": min(_LARGEST, blocks[V]), "C": plan.chunk,
         "PARTS": parts, "LEVELS": plan.chunk.bit_length() - 1, "RUN": _RUN, "PACKED": plan.n_docs > 0,

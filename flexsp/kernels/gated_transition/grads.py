@@ -51,25 +51,18 @@ def value_grads(
 
 
 @triton.jit
-def _of_scores(
-    do, v, reads, solved, do_st, v_st, length, scale, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+def _of_pairs(
+    x, x_st, rows, y, y_st, length, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of q with k and b and, a row earlier, of a with k and b."""
-    q_k = tl.zeros([C, C], tl.float32)
-    q_b = tl.zeros([C, C], tl.float32)
-    a_k = tl.zeros([C, C], tl.float32)
-    a_b = tl.zeros([C, C], tl.float32)
+    """(what of x y^T is below the diagonal, what is on it), gradients of scores; x has `rows` rows."""
+    found = tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
-        do_c = load_rows(do, do_st, length, v0, C, V, BV)
-        back = load_rows(solved + V, V, length - 1, v0, C, V, BV)
-        values = tl.trans(load_rows(v, v_st, length, v0, C, V, BV))
-        read = tl.trans(load_rows(reads, V, length, v0, C, V, BV))
-        q_k += mm(do_c, values, DOT, PREC)
-        q_b += mm(do_c, read, DOT, PREC)
-        a_k += mm(back, values, DOT, PREC)
-        a_b += mm(back, read, DOT, PREC)
-    return scale * q_k, scale * q_b, a_k, a_b
+        xc = load_rows(x, x_st, rows, v0, C, V, BV)
+        found += mm(xc, tl.trans(load_rows(y, y_st, length, v0, C, V, BV)), DOT, PREC)
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    return tl.where(i > j, found, 0.0), tl.sum(tl.where(i == j, found, 0.0), axis=1)[:, None]
 
 
 @triton.jit
@@ -111,41 +104,23 @@ def _first(
 
 
 @triton.jit
-def _of_later(
-    x, x_st, k, k_st, b, b_st, with_k, with_b, to_x, own, running, length, n, at, C: tl.constexpr, K: tl.constexpr,
+def _back(
+    pairs, x, x_st, rows, y, y_st, to_x, to_y, of_sums, own, running, length, at, C: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """(to_x and the gradient of x, n rows that later tokens have of pairs, and what pairs add to their sums of gates)."""
-    of_gates = tl.zeros([C, BN], tl.float32)
+    """to_x, to_y and of_sums with what gradients of scores, `pairs`, add to x, to y and to the running sums of gates."""
     for level in range(0, LEVELS):
         up, down = factors(own, running, level, at + tl.arange(0, BN), C, K)
-        near = within(level, C)
-        kc = (load_rows(k, k_st, length, at, C, K, BN) * down).to(DOT)
-        new = mm(tl.where(near, with_k, 0.0), kc, DOT, PREC)
-        bc = (load_rows(b, b_st, length, at, C, K, BN) * down).to(DOT)
-        new = tl.dot(tl.where(near, with_b, 0.0).to(DOT), bc, new)
+        near = tl.where(within(level, C), pairs, 0.0).to(DOT)
+        xc = (load_rows(x, x_st, rows, at, C, K, BN) * up).to(DOT)
+        yc = (load_rows(y, y_st, length, at, C, K, BN) * down).to(DOT)
+        new = mm(near, yc, DOT, PREC)
         to_x += new * up
-        of_gates += new * (load_rows(x, x_st, n, at, C, K, BN) * up).to(DOT).to(tl.float32)
-    return to_x, of_gates
-
-
-@triton.jit
-def _of_earlier(
-    x, x_st, q, q_st, a, a_st, with_q, with_a, to_x, own, running, length, at, C: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """The same of x that earlier tokens have; the rows of `a` are taken one earlier."""
-    of_gates = tl.zeros([C, BN], tl.float32)
-    for level in range(0, LEVELS):
-        up, down = factors(own, running, level, at + tl.arange(0, BN), C, K)
-        near = within(level, C)
-        qc = (load_rows(q, q_st, length, at, C, K, BN) * up).to(DOT)
-        new = mm(tl.trans(tl.where(near, with_q, 0.0)), qc, DOT, PREC)
-        ac = (load_rows(a, a_st, length - 1, at, C, K, BN) * up).to(DOT)
-        new = tl.dot(tl.trans(tl.where(near, with_a, 0.0).to(DOT)), ac, new)
-        to_x += new * down
-        of_gates -= new * (load_rows(x, x_st, length, at, C, K, BN) * down).to(DOT).to(tl.float32)
-    return to_x, of_gates
+        of_sums += new * xc.to(tl.float32)
+        new = mm(tl.trans(near), xc, DOT, PREC)
+        to_y += new * down
+        of_sums -= new * yc.to(tl.float32)
+    return to_x, to_y, of_sums
 
 
 @triton.jit
@@ -178,93 +153,104 @@ def _of_chunk(
     entering += chunk * K * V
     leaving += chunk * K * V
     to = ((batch * T + start) * H + h) * K
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    of_qk, of_qb, of_ak, of_ab = _of_scores(do, v, reads, solved, do_st, v_st, length, scale, C, V, BV, DOT, PREC)
-    qk_alone = tl.sum(tl.where(i == j, of_qk, 0.0), axis=1)[:, None]
-    qb_alone = tl.sum(tl.where(i == j, of_qb, 0.0), axis=1)[:, None]
-    ak_alone = tl.sum(tl.where(i == j, of_ak, 0.0), axis=1)[:, None]
-    ab_alone = tl.sum(tl.where(i == j, of_ab, 0.0), axis=1)[:, None]
-    of_qk = tl.where(i > j, of_qk, 0.0).to(DOT)
-    of_qb = tl.where(i > j, of_qb, 0.0).to(DOT)
-    of_ak = tl.where(i > j, of_ak, 0.0).to(DOT)
-    of_ab = tl.where(i > j, of_ab, 0.0).to(DOT)
     _first(solved, entering, da + to, length, at, K, V, BN, BV)
     a += a_st  # what it reads before a token's gate is what it would read after that of the token before
     solved += V
     later = length - 1
     own = running_gates(g, g_st, length, at, C, K, BN)
     end = last_row(own, C)
+    to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC)
+    tl.debug_barrier()
+    to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC)
+    tl.debug_barrier()
+    to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC)
+    # Gradients of scores one after the other, each of use at once: registers would not hold them.
     if SMALL_GATES:
         half = 0.5 * end[None, :]
         rest = tl.exp(half)
         x = (load_rows(k, k_st, length, at, C, K, BN) * tl.exp(half - own)).to(DOT)
         y = (load_rows(b, b_st, length, at, C, K, BN) * tl.exp(half - own)).to(DOT)
-        to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * rest)
-        to_q = tl.dot(of_qb, y, tl.dot(of_qk, x, to_q))
-        of_read = (load_rows(q, q_st, length, at, C, K, BN) * tl.exp(own - half)).to(DOT)
-        of_sums = to_q * of_read.to(tl.float32)
+        to_q *= scale * rest
+        to_k *= rest
+        to_b *= rest
+        whole = tl.sum(to_k * x.to(tl.float32) + to_b * y.to(tl.float32), axis=0)
+        operand = (load_rows(q, q_st, length, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        tl.debug_barrier()
+        pairs, qk_alone = _of_pairs(do, do_st, length, v, v_st, length, C, V, BV, DOT, PREC)
+        pairs = (scale * pairs).to(DOT)
+        to_q = tl.dot(pairs, x, to_q)
+        to_k = tl.dot(tl.trans(pairs), operand, to_k)
+        tl.debug_barrier()
+        pairs, qb_alone = _of_pairs(do, do_st, length, reads, V, length, C, V, BV, DOT, PREC)
+        pairs = (scale * pairs).to(DOT)
+        to_q = tl.dot(pairs, y, to_q)
+        to_b = tl.dot(tl.trans(pairs), operand, to_b)
+        of_sums = to_q * operand.to(tl.float32)
         to_q *= tl.exp(own - half)
     else:
         left = tl.exp(end[None, :] - own)
-        to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * tl.exp(own))
-        of_sums = to_q * load_rows(q, q_st, length, at, C, K, BN)
-        to_q, more = _of_later(
-            q, q_st, k, k_st, b, b_st, of_qk, of_qb, to_q, own, running, length, length, at, C, K, BN, LEVELS, DOT, PREC
+        to_q *= scale * tl.exp(own)
+        to_k *= left
+        to_b *= left
+        of_sums = to_k * load_rows(k, k_st, length, at, C, K, BN) + to_b * load_rows(b, b_st, length, at, C, K, BN)
+        whole = tl.sum(of_sums + 0.0, axis=0)
+        of_sums = to_q * load_rows(q, q_st, length, at, C, K, BN) - of_sums
+        tl.debug_barrier()
+        pairs, qk_alone = _of_pairs(do, do_st, length, v, v_st, length, C, V, BV, DOT, PREC)
+        to_q, to_k, of_sums = _back(
+            scale * pairs, q, q_st, length, k, k_st, to_q, to_k, of_sums, own, running, length, at, C, K, BN, LEVELS,
+            DOT, PREC,
         )  # fmt: skip
-        of_sums += more
-    to_q += qk_alone * load_rows(k, k_st, length, at, C, K, BN)
-    to_q += qb_alone * load_rows(b, b_st, length, at, C, K, BN)
+        tl.debug_barrier()
+        pairs, qb_alone = _of_pairs(do, do_st, length, reads, V, length, C, V, BV, DOT, PREC)
+        to_q, to_b, of_sums = _back(
+            scale * pairs, q, q_st, length, b, b_st, to_q, to_b, of_sums, own, running, length, at, C, K, BN, LEVELS,
+            DOT, PREC,
+        )  # fmt: skip
+    qk_alone *= scale
+    qb_alone *= scale
+    to_q += qk_alone * load_rows(k, k_st, length, at, C, K, BN) + qb_alone * load_rows(b, b_st, length, at, C, K, BN)
     store_rows(dq + to, to_q, H * K, length, at, C, K, BN)
+    tl.debug_barrier()
+    to_a = _through(solved, V, entering, later, at, C, K, V, BN, BV, DOT, PREC)
     if SMALL_GATES:
-        to_a = _through(solved, V, entering, later, at, C, K, V, BN, BV, DOT, PREC) * rest
-        to_a = tl.dot(of_ab, y, tl.dot(of_ak, x, to_a))
-        of_removed = (load_rows(a, a_st, later, at, C, K, BN) * tl.exp(own - half)).to(DOT)
-        of_sums += to_a * of_removed.to(tl.float32)
+        to_a *= rest
+        operand = (load_rows(a, a_st, later, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        tl.debug_barrier()
+        pairs, ak_alone = _of_pairs(solved, V, later, v, v_st, length, C, V, BV, DOT, PREC)
+        pairs = pairs.to(DOT)
+        to_a = tl.dot(pairs, x, to_a)
+        to_k = tl.dot(tl.trans(pairs), operand, to_k)
+        tl.debug_barrier()
+        pairs, ab_alone = _of_pairs(solved, V, later, reads, V, length, C, V, BV, DOT, PREC)
+        pairs = pairs.to(DOT)
+        to_a = tl.dot(pairs, y, to_a)
+        to_b = tl.dot(tl.trans(pairs), operand, to_b)
+        of_sums += to_a * operand.to(tl.float32) - to_k * x.to(tl.float32) - to_b * y.to(tl.float32)
         to_a *= tl.exp(own - half)
-    else:
-        to_a = _through(solved, V, entering, later, at, C, K, V, BN, BV, DOT, PREC) * tl.exp(own)
-        of_sums += to_a * load_rows(a, a_st, later, at, C, K, BN)
-        to_a, more = _of_later(
-            a, a_st, k, k_st, b, b_st, of_ak, of_ab, to_a, own, running, length, later, at, C, K, BN, LEVELS, DOT, PREC
-        )  # fmt: skip
-        of_sums += more
-    to_a += ak_alone * load_rows(k, k_st, length, at, C, K, BN)
-    to_a += ab_alone * load_rows(b, b_st, length, at, C, K, BN)
-    store_rows(da + to + H * K, to_a, H * K, later, at, C, K, BN)
-    if SMALL_GATES:
-        to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
-        whole = tl.sum(to_k * x.to(tl.float32) + 0.0, axis=0)
-        to_k = tl.dot(tl.trans(of_ak), of_removed, tl.dot(tl.trans(of_qk), of_read, to_k))
-        of_sums -= to_k * x.to(tl.float32)
         to_k *= tl.exp(half - own)
-    else:
-        to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * left
-        written = to_k * load_rows(k, k_st, length, at, C, K, BN)
-        whole = tl.sum(written + 0.0, axis=0)
-        to_k, more = _of_earlier(
-            k, k_st, q, q_st, a, a_st, of_qk, of_ak, to_k, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
-        )  # fmt: skip
-        of_sums += more - written
-    to_k += qk_alone * load_rows(q, q_st, length, at, C, K, BN)
-    to_k += ak_alone * load_rows(a, a_st, later, at, C, K, BN)
-    store_rows(dk + to, to_k, H * K, length, at, C, K, BN)
-    if SMALL_GATES:
-        to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
-        whole += tl.sum(to_b * y.to(tl.float32) + 0.0, axis=0)
-        to_b = tl.dot(tl.trans(of_ab), of_removed, tl.dot(tl.trans(of_qb), of_read, to_b))
-        of_sums -= to_b * y.to(tl.float32)
         to_b *= tl.exp(half - own)
     else:
-        to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * left
-        written = to_b * load_rows(b, b_st, length, at, C, K, BN)
-        whole += tl.sum(written + 0.0, axis=0)
-        to_b, more = _of_earlier(
-            b, b_st, q, q_st, a, a_st, of_qb, of_ab, to_b, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
+        to_a *= tl.exp(own)
+        of_sums += to_a * load_rows(a, a_st, later, at, C, K, BN)
+        tl.debug_barrier()
+        pairs, ak_alone = _of_pairs(solved, V, later, v, v_st, length, C, V, BV, DOT, PREC)
+        to_a, to_k, of_sums = _back(
+            pairs, a, a_st, later, k, k_st, to_a, to_k, of_sums, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
         )  # fmt: skip
-        of_sums += more - written
-    to_b += qb_alone * load_rows(q, q_st, length, at, C, K, BN)
-    to_b += ab_alone * load_rows(a, a_st, later, at, C, K, BN)
+        tl.debug_barrier()
+        pairs, ab_alone = _of_pairs(solved, V, later, reads, V, length, C, V, BV, DOT, PREC)
+        to_a, to_b, of_sums = _back(
+            pairs, a, a_st, later, b, b_st, to_a, to_b, of_sums, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
+        )  # fmt: skip
+    tl.debug_barrier()
+    to_a += ak_alone * load_rows(k, k_st, length, at, C, K, BN) + ab_alone * load_rows(b, b_st, length, at, C, K, BN)
+    store_rows(da + to + H * K, to_a, H * K, later, at, C, K, BN)
+    tl.debug_barrier()
+    to_k += qk_alone * load_rows(q, q_st, length, at, C, K, BN) + ak_alone * load_rows(a, a_st, later, at, C, K, BN)
+    store_rows(dk + to, to_k, H * K, length, at, C, K, BN)
+    tl.debug_barrier()
+    to_b += qb_alone * load_rows(q, q_st, length, at, C, K, BN) + ab_alone * load_rows(a, a_st, later, at, C, K, BN)
     store_rows(db + to, to_b, H * K, length, at, C, K, BN)
     whole += tl.exp(end) * _kept(entering, leaving, at, K, V, BN, BV)
     of_gates = tl.cumsum(of_sums, axis=0, reverse=True) + whole[None, :]

@@ -12,17 +12,85 @@ from flexsp.runtime.launch import begin
 
 
 @triton.jit
+def _gate_later(
+    x, k, b, g, running, gated_x, gated_k, gated_b, x_k, x_b, x_st, k_st, b_st, g_st, length, rows,
+    REMOVES: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    SMALL_GATES: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """`rows` rows of x with their decays, and their scores with k and b; in how many channels gates are not small.
+
+    REMOVES: x is `a`, whose rows are taken one earlier and stored one later: what it reads before a token's gate is
+    what it would read after that of the token before. Then x_b is 1 less scores, and k and b are not stored.
+    """
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    with_k = tl.zeros([C, C], tl.float32)
+    with_b = tl.zeros([C, C], tl.float32)
+    k_alone = tl.zeros([C], tl.float32)
+    b_alone = tl.zeros([C], tl.float32)
+    far = 0
+    for at in range(0, K, BN):
+        cols = at + tl.arange(0, BN)
+        own = running_gates(g, g_st, length, at, C, K, BN)
+        end = last_row(own, C)
+        far += far_apart(end)
+        if not REMOVES:
+            if SMALL_GATES:
+                tl.store(running + (C - 1) * K + cols, end, mask=cols < K)
+            else:
+                store_rows(running, own, K, C, at, C, K, BN)
+                tl.debug_barrier()
+        xc = load_rows(x, x_st, rows, at, C, K, BN)
+        kc = load_rows(k, k_st, length, at, C, K, BN)
+        bc = load_rows(b, b_st, length, at, C, K, BN)
+        # Pairs without decay are not rounded. + 0.0, so that all lanes round alike.
+        k_alone += tl.sum(xc.to(tl.float32) * kc.to(tl.float32) + 0.0, axis=1)
+        b_alone += tl.sum(xc.to(tl.float32) * bc.to(tl.float32) + 0.0, axis=1)
+        if REMOVES:
+            store_rows(gated_x + K, xc * tl.exp(own), K, C - 1, at, C, K, BN)
+            undecayed = tl.load(x - x_st + cols, mask=(cols < K) & (length > 0), other=0.0)
+            tl.store(gated_x + cols, undecayed, mask=cols < K)
+        else:
+            store_rows(gated_x, xc * tl.exp(own), K, C, at, C, K, BN)
+            store_rows(gated_k, kc * tl.exp(end[None, :] - own), K, C, at, C, K, BN)
+            store_rows(gated_b, bc * tl.exp(end[None, :] - own), K, C, at, C, K, BN)
+        if SMALL_GATES:
+            half = 0.5 * end[None, :]
+            later = (xc * tl.exp(own - half)).to(DOT)
+            with_k += mm(later, tl.trans((kc * tl.exp(half - own)).to(DOT)), DOT, PREC)
+            with_b += mm(later, tl.trans((bc * tl.exp(half - own)).to(DOT)), DOT, PREC)
+        else:
+            for level in range(0, LEVELS):
+                up, down = factors(own, running, level, cols, C, K)
+                near = within(level, C)
+                later = (xc * up).to(DOT)
+                with_k += tl.where(near, mm(later, tl.trans((kc * down).to(DOT)), DOT, PREC), 0.0)
+                with_b += tl.where(near, mm(later, tl.trans((bc * down).to(DOT)), DOT, PREC), 0.0)
+    with_k = tl.where(i > j, with_k, tl.where(i == j, k_alone[:, None], 0.0))
+    with_b = tl.where(i > j, with_b, tl.where(i == j, b_alone[:, None], 0.0))
+    at = i * C + j
+    if REMOVES:
+        first = tl.arange(0, C)
+        one = (j == i + 1) & (j < length)
+        tl.store(x_k + at + C, with_k.to(x_k.dtype.element_ty), mask=(i + 1 < C) & (j >= 0))
+        tl.store(x_b + at + C, tl.where(one, 1.0, -with_b), mask=(i + 1 < C) & (j >= 0))
+        tl.store(x_k + first, tl.zeros([C], x_k.dtype.element_ty))
+        tl.store(x_b + first, tl.where((first == 0) & (length > 0), 1.0, 0.0))
+    else:
+        tl.store(x_k + at, with_k.to(x_k.dtype.element_ty))
+        tl.store(x_b + at, with_b.to(x_b.dtype.element_ty))
+    return far
+
+
+@triton.jit
 def _gate_chunk(
     q, k, a, b, g, running, gated_q, gated_k, gated_a, gated_b, q_k, q_b, a_k, lower, table, q_sb, q_st, q_sh, k_sb,
     k_st, k_sh, a_sb, a_st, a_sh, b_sb, b_st, b_sh, g_sb, g_st, g_sh, T, H, c, chunk, K: tl.constexpr, BN: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, SMALL_GATES: tl.constexpr, PACKED: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk; how many of its channels have gates that are not small.
-
-    What `a` reads before a token's gate is what it would read after that of the token before: its rows are taken one
-    earlier, with the same decays as those of q, and stored one later.
-    """
+    """One chunk; in how many channels its gates are not small. Queries and `a` one after the other: registers would not
+    hold the scores of both."""
     row = tl.program_id(1).to(tl.int64)
     batch, h = row // H, row % H
     start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
@@ -32,76 +100,17 @@ def _gate_chunk(
     b += batch * b_sb + h * b_sh + start * b_st
     g += batch * g_sb + h * g_sh + start * g_st
     running += chunk * C * K
-    gated_q += chunk * C * K
     gated_k += chunk * C * K
-    gated_a += chunk * C * K + K
     gated_b += chunk * C * K
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    of_qk = tl.zeros([C, C], tl.float32)
-    of_qb = tl.zeros([C, C], tl.float32)
-    of_ak = tl.zeros([C, C], tl.float32)
-    of_ab = tl.zeros([C, C], tl.float32)
-    far = 0
-    for at in range(0, K, BN):
-        cols = at + tl.arange(0, BN)
-        own = running_gates(g, g_st, length, at, C, K, BN)
-        end = last_row(own, C)
-        far += far_apart(end)
-        if SMALL_GATES:
-            tl.store(running + (C - 1) * K + cols, end, mask=cols < K)
-        else:
-            store_rows(running, own, K, C, at, C, K, BN)
-            tl.debug_barrier()
-        qc = load_rows(q, q_st, length, at, C, K, BN)
-        kc = load_rows(k, k_st, length, at, C, K, BN)
-        ac = load_rows(a + a_st, a_st, length - 1, at, C, K, BN)
-        bc = load_rows(b, b_st, length, at, C, K, BN)
-        # Pairs without decay are not rounded. + 0.0, so that all lanes round alike.
-        alone = tl.sum(qc.to(tl.float32) * kc.to(tl.float32) + 0.0, axis=1)[:, None]
-        of_qk += tl.where(i == j, alone, 0.0)
-        alone = tl.sum(qc.to(tl.float32) * bc.to(tl.float32) + 0.0, axis=1)[:, None]
-        of_qb += tl.where(i == j, alone, 0.0)
-        alone = tl.sum(ac.to(tl.float32) * kc.to(tl.float32) + 0.0, axis=1)[:, None]
-        of_ak += tl.where(i == j, alone, 0.0)
-        alone = tl.sum(ac.to(tl.float32) * bc.to(tl.float32) + 0.0, axis=1)[:, None]
-        of_ab += tl.where(i == j, alone, 0.0)
-        whole, left = tl.exp(own), tl.exp(end[None, :] - own)
-        store_rows(gated_q, qc * whole, K, C, at, C, K, BN)
-        store_rows(gated_a, ac * whole, K, C - 1, at, C, K, BN)
-        first_row = tl.load(a + cols, mask=(cols < K) & (length > 0), other=0.0)
-        tl.store(gated_a - K + cols, first_row, mask=cols < K)
-        store_rows(gated_k, kc * left, K, C, at, C, K, BN)
-        store_rows(gated_b, bc * left, K, C, at, C, K, BN)
-        if SMALL_GATES:
-            half = 0.5 * end[None, :]
-            up, down = tl.exp(own - half), tl.exp(half - own)
-            keys, writes = tl.trans((kc * down).to(DOT)), tl.trans((bc * down).to(DOT))
-            reads, removes = (qc * up).to(DOT), (ac * up).to(DOT)
-            of_qk += tl.where(i > j, mm(reads, keys, DOT, PREC), 0.0)
-            of_qb += tl.where(i > j, mm(reads, writes, DOT, PREC), 0.0)
-            of_ak += tl.where(i > j, mm(removes, keys, DOT, PREC), 0.0)
-            of_ab += tl.where(i > j, mm(removes, writes, DOT, PREC), 0.0)
-        else:
-            for level in range(0, LEVELS):
-                up, down = factors(own, running, level, cols, C, K)
-                pairs = within(level, C) & (i > j)
-                keys, writes = tl.trans((kc * down).to(DOT)), tl.trans((bc * down).to(DOT))
-                reads, removes = (qc * up).to(DOT), (ac * up).to(DOT)
-                of_qk += tl.where(pairs, mm(reads, keys, DOT, PREC), 0.0)
-                of_qb += tl.where(pairs, mm(reads, writes, DOT, PREC), 0.0)
-                of_ak += tl.where(pairs, mm(removes, keys, DOT, PREC), 0.0)
-                of_ab += tl.where(pairs, mm(removes, writes, DOT, PREC), 0.0)
-    at = chunk * C * C + i * C + j
-    tl.store(q_k + at, of_qk.to(q_k.dtype.element_ty))
-    tl.store(q_b + at, of_qb.to(q_b.dtype.element_ty))
-    later = i + 1 < C
-    tl.store(a_k + at + C, of_ak.to(a_k.dtype.element_ty), mask=later & (j >= 0))
-    one = (j == i + 1) & (j < length)
-    tl.store(lower + at + C, tl.where(one, 1.0, -of_ab), mask=later & (j >= 0))
-    j = tl.arange(0, C)
-    tl.store(a_k + chunk * C * C + j, tl.zeros([C], a_k.dtype.element_ty))
-    tl.store(lower + chunk * C * C + j, tl.where((j == 0) & (length > 0), 1.0, 0.0))
+    far = _gate_later(
+        q, k, b, g, running, gated_q + chunk * C * K, gated_k, gated_b, q_k + chunk * C * C, q_b + chunk * C * C, q_st,
+        k_st, b_st, g_st, length, length, False, K, BN, C, LEVELS, SMALL_GATES, DOT, PREC,
+    )  # fmt: skip
+    _gate_later(
+        a + a_st, k, b, g, running, gated_a + chunk * C * K, gated_k, gated_b, a_k + chunk * C * C,
+        lower + chunk * C * C, a_st, k_st, b_st, g_st, length, length - 1, True, K, BN, C, LEVELS, SMALL_GATES, DOT,
+        PREC,
+    )  # fmt: skip
     return far
 
 

@@ -17,8 +17,8 @@ def value_grads(
     do_sh, T, H, scale, K: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of v; and what the rank one reads of each state, u + w S, and its gradient times the inverse^T, `solved`,
-    of which `operand_grads` makes all others (docs/math.md, section 7, "RWKV-7")."""
+    """Gradients of v; and what `a` reads of each state, u + w S, and the inverse's transpose times its gradient,
+    `solved`, of which `operand_grads` makes all others (docs/math.md, section 19)."""
     begin(PDL)
     c = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -108,7 +108,7 @@ def _back(
     pairs, x, x_st, rows, y, y_st, to_x, to_y, of_sums, own, running, length, at, C: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, LEVELS: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """to_x, to_y and of_sums with what gradients of scores, `pairs`, add to x, to y and to the running sums of gates."""
+    """to_x, to_y and of_sums with what gradients of scores, `pairs`, add to x, to y and to running sums of gates."""
     for level in range(0, LEVELS):
         up, down = factors(own, running, level, at + tl.arange(0, BN), C, K)
         near = tl.where(within(level, C), pairs, 0.0).to(DOT)
@@ -271,10 +271,10 @@ def operand_grads_small(
     Of use where its gates are small: elsewhere `operand_grads` leaves all anew."""
     begin(PDL)
     _of_chunk(
-        q, k, a, b, g, v, do, reads, solved, running, entering, leaving, dq, dk, da, db, dg, table, q_sb, q_st, q_sh, k_sb,
-        k_st, k_sh, a_sb, a_st, a_sh, b_sb, b_st, b_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H,
-        n_chunks, scale, tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * BN, K, V, BN, BV, C, 0, True, PACKED, DOT,
-        PREC,
+        q, k, a, b, g, v, do, reads, solved, running, entering, leaving, dq, dk, da, db, dg, table, q_sb, q_st, q_sh,
+        k_sb, k_st, k_sh, a_sb, a_st, a_sh, b_sb, b_st, b_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh,
+        T, H, n_chunks, scale, tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * BN, K, V, BN, BV, C, 0, True,
+        PACKED, DOT, PREC,
     )  # fmt: skip
 
 
@@ -293,8 +293,8 @@ def operand_grads(
     for n in range(up_to_last_large(small_gates, at, n_chunks, RUN)):
         if up_to_last_large(small_gates, at + n, at + n + 1, RUN) > 0:
             _of_chunk(
-                q, k, a, b, g, v, do, reads, solved, running, entering, leaving, dq, dk, da, db, dg, table, q_sb, q_st, q_sh, k_sb,
-                k_st, k_sh, a_sb, a_st, a_sh, b_sb, b_st, b_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, T, H,
-                n_chunks, scale, at + n, tl.program_id(0) % PARTS * BN, K, V, BN, BV, C, LEVELS, False, PACKED,
-                DOT, PREC,
+                q, k, a, b, g, v, do, reads, solved, running, entering, leaving, dq, dk, da, db, dg, table, q_sb, q_st,
+                q_sh, k_sb, k_st, k_sh, a_sb, a_st, a_sh, b_sb, b_st, b_sh, g_sb, g_st, g_sh, v_sb, v_st, v_sh, do_sb,
+                do_st, do_sh, T, H, n_chunks, scale, at + n, tl.program_id(0) % PARTS * BN, K, V, BN, BV, C, LEVELS,
+                False, PACKED, DOT, PREC,
             )  # fmt: skip

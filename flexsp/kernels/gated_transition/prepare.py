@@ -123,8 +123,8 @@ def gate_operands_small(
     """A chunk's operands with their decays, and its scores; with r_i the running sum of gates, a and b of the rank one.
 
     q e^{r_i}, a e^{r_i - g_i}, k e^{r_C - r_i}, b e^{r_C - r_i}, and of r the last row, which walks read; scores of q
-    with k and b for j <= i, sum_d q_id k_jd e^{r_id - r_jd}, and of a for j < i, with e^{r_id - g_id - r_jd}: those with
-    k, and 1 less those with b, `lower`. Gates are read and summed once for all of them.
+    with k and b for j <= i, sum_d q_id k_jd e^{r_id - r_jd}, and of a for j < i, with e^{r_id - g_id - r_jd}: those
+    with k, and 1 less those with b, `lower`. Gates are read and summed once for all of them (docs/math.md, section 19).
 
     A chunk a program, its channels in blocks of BN. Pairs are decayed by way of half of what a chunk's gates add up to.
     `small_gates` [chunks] says where gates are small enough for that: elsewhere `gate_operands` leaves all anew.

@@ -23,11 +23,10 @@ _READS, _SOLVED, _SMALL = "@reads", "@solved", "@small_gates"
 
 
 class _How(NamedTuple):
-    """Channels of keys that a program holds at a time, its warps, and a limit of a thread's registers."""
+    """Channels of keys that a program holds at a time and its warps."""
 
     channels: int
     warps: int
-    registers: int | None = None
 
 
 class _Kept(NamedTuple):
@@ -71,7 +70,7 @@ class _GatedTransition(Lowering):
         x, tokens = _kept(plan), ("q", "k", "a", "b", "g")
         made = (x.running, x.gated_q, x.gated_k, x.gated_a, x.gated_b, x.q_k, x.q_b, x.a_k, x.lower)
         gated = [
-            _launch(plan, gate_operands_small, _How(32, 8, 128), tokens, tokens, (*made, _SMALL)),
+            _launch(plan, gate_operands_small, _How(64, 4), tokens, tokens, (*made, _SMALL)),
             _launch(plan, gate_operands, _How(32, 8), tokens, tokens, made, also=(_SMALL,)),
         ]
         reads = ("v", x.inverse, x.gated_a, x.a_k)
@@ -86,9 +85,9 @@ class _GatedTransition(Lowering):
         writes = (_READS, _SOLVED, gradient_of("v"))
         first = _launch(plan, value_grads, _How(64, 4), ("do",), reads, writes)
         tokens = ("q", "k", "a", "b", "g", "v", "do")
-        reads, writes = (*tokens, _READS, _SOLVED, x.running, _SMALL, *states), tuple(map(gradient_of, tokens[:5]))
+        given, made = (*tokens, _READS, _SOLVED, x.running, _SMALL, *states), tuple(map(gradient_of, tokens[:5]))
         grads = [
-            _launch(plan, kernel, how, tokens, reads, writes)
+            _launch(plan, kernel, how, tokens, given, made)
             for kernel, how in ((operand_grads_small, _How(32, 4)), (operand_grads, _How(32, 8)))
         ]
         return replaced(launches, {"adjoint0": [first], "scores_grad_kernel": [], "grads": grads})
@@ -100,15 +99,14 @@ def _kept(plan: GeneratedPlan) -> _Kept:
     scored = {x.args[:2]: x for x in step.intrinsics if x.kind == "scores"}
     q_k, q_b = scored["q", "k"], scored["q", "b"]
     (inverse,) = (x for x in step.intrinsics if x.kind == "inverse")
-    running = q_k.args[-1]
     end: Any = next(x for x in step.graph.nodes if x.op == "output")
     named = dict(zip(step.outputs, end.args[0], strict=True))
     operands = [name for name, x in step.kept.items() if x.role in ("gated", "operand")]
     gated = {x.name: name for name in operands for x in named[f"keep_{name}"].all_input_nodes}
     of_values = next(x for x in kernels["prepare2"].kept if x in {y for z in scored.values() for y in z.results})
-    return _Kept(
-        running, *(gated[x] for x in "qkba"), *q_k.results, *q_b.results, of_values, *inverse.args, *inverse.results
-    )  # fmt: skip
+    (lower,), (solved,) = inverse.args, inverse.results
+    (of_qk,), (of_qb,) = q_k.results, q_b.results
+    return _Kept(q_k.args[-1], gated["q"], gated["k"], gated["b"], gated["a"], of_qk, of_qb, of_values, lower, solved)
 
 
 def _launch(
@@ -121,7 +119,7 @@ def _launch(
 
     K, V, blocks = plan.code.layout.rows, plan.code.layout.cols, dict(plan.tiling.blocks)
     table, channels = "@table" if plan.n_docs else None, min(how.channels, blocks[K])
-    parts, launch = -(-plan.sizes[K] // channels), Launch(0, how.warps, 1, how.registers)
+    parts, launch = -(-plan.sizes[K] // channels), Launch(0, how.warps, 1)
     constants: dict[str, Any] = {
         "K": plan.sizes[K], "V": plan.sizes[V], "BN": channels, "BV": min(_LARGEST, blocks[V]), "C": plan.chunk,
         "PARTS": parts, "LEVELS": plan.chunk.bit_length() - 1, "RUN": _RUN, "PACKED": plan.n_docs > 0,

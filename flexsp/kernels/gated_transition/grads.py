@@ -51,6 +51,28 @@ def value_grads(
 
 
 @triton.jit
+def _of_scores(
+    do, v, reads, back, do_st, v_st, length, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores of q with k and b and, a row earlier, of a with k and b."""
+    q_k = tl.zeros([C, C], tl.float32)
+    q_b = tl.zeros([C, C], tl.float32)
+    a_k = tl.zeros([C, C], tl.float32)
+    a_b = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        do_c = load_rows(do, do_st, length, v0, C, V, BV)
+        of_read = load_rows(back, V, length - 1, v0, C, V, BV)
+        values = tl.trans(load_rows(v, v_st, length, v0, C, V, BV))
+        read = tl.trans(load_rows(reads, V, length, v0, C, V, BV))
+        q_k += mm(do_c, values, DOT, PREC)
+        q_b += mm(do_c, read, DOT, PREC)
+        a_k += mm(of_read, values, DOT, PREC)
+        a_b += mm(of_read, read, DOT, PREC)
+    return q_k, q_b, a_k, a_b
+
+
+@triton.jit
 def _of_pairs(
     x, x_st, rows, y, y_st, length, C: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
@@ -153,49 +175,54 @@ def _of_chunk(
     entering += chunk * K * V
     leaving += chunk * K * V
     to = ((batch * T + start) * H + h) * K
-    _first(solved, entering, da + to, length, at, K, V, BN, BV)
-    a += a_st  # what it reads before a token's gate is what it would read after that of the token before
-    solved += V
     later = length - 1
-    own = running_gates(g, g_st, length, at, C, K, BN)
-    end = last_row(own, C)
-    to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC)
-    tl.debug_barrier()
-    to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC)
-    tl.debug_barrier()
-    to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC)
-    # Gradients of scores one after the other, each of use at once: registers would not hold them.
+    # What `a` reads before a token's gate is what it would read after that of the token before.
+    removes, back = a + a_st, solved + V
     if SMALL_GATES:
+        i = tl.arange(0, C)[:, None]
+        j = tl.arange(0, C)[None, :]
+        of_qk, of_qb, of_ak, of_ab = _of_scores(do, v, reads, back, do_st, v_st, length, C, V, BV, DOT, PREC)
+        of_qk = tl.where(i >= j, scale * of_qk, 0.0).to(DOT)
+        of_qb = tl.where(i >= j, scale * of_qb, 0.0).to(DOT)
+        of_ak = tl.where(i >= j, of_ak, 0.0).to(DOT)
+        of_ab = tl.where(i >= j, of_ab, 0.0).to(DOT)
+        own = running_gates(g, g_st, length, at, C, K, BN)
+        end = last_row(own, C)
         half = 0.5 * end[None, :]
         rest = tl.exp(half)
         x = (load_rows(k, k_st, length, at, C, K, BN) * tl.exp(half - own)).to(DOT)
         y = (load_rows(b, b_st, length, at, C, K, BN) * tl.exp(half - own)).to(DOT)
-        to_q *= scale * rest
-        to_k *= rest
-        to_b *= rest
-        whole = tl.sum(to_k * x.to(tl.float32) + to_b * y.to(tl.float32), axis=0)
-        operand = (load_rows(q, q_st, length, at, C, K, BN) * tl.exp(own - half)).to(DOT)
-        tl.debug_barrier()
-        pairs, qk_alone = _of_pairs(do, do_st, length, v, v_st, length, C, V, BV, DOT, PREC)
-        pairs = (scale * pairs).to(DOT)
-        to_q = tl.dot(pairs, x, to_q)
-        to_k = tl.dot(tl.trans(pairs), operand, to_k)
-        tl.debug_barrier()
-        pairs, qb_alone = _of_pairs(do, do_st, length, reads, V, length, C, V, BV, DOT, PREC)
-        pairs = (scale * pairs).to(DOT)
-        to_q = tl.dot(pairs, y, to_q)
-        to_b = tl.dot(tl.trans(pairs), operand, to_b)
-        of_sums = to_q * operand.to(tl.float32)
-        to_q *= tl.exp(own - half)
+        to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * rest)
+        to_q = tl.dot(of_qb, y, tl.dot(of_qk, x, to_q))
+        of_read = (load_rows(q, q_st, length, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        of_sums = to_q * of_read.to(tl.float32)
+        store_rows(dq + to, to_q * tl.exp(own - half), H * K, length, at, C, K, BN)
+        to_a = _through(back, V, entering, later, at, C, K, V, BN, BV, DOT, PREC) * rest
+        to_a = tl.dot(of_ab, y, tl.dot(of_ak, x, to_a))
+        of_removed = (load_rows(removes, a_st, later, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        of_sums += to_a * of_removed.to(tl.float32)
+        store_rows(da + to + H * K, to_a * tl.exp(own - half), H * K, later, at, C, K, BN)
+        to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
+        whole = tl.sum(to_k * x.to(tl.float32) + 0.0, axis=0)
+        to_k = tl.dot(tl.trans(of_ak), of_removed, tl.dot(tl.trans(of_qk), of_read, to_k))
+        of_sums -= to_k * x.to(tl.float32)
+        store_rows(dk + to, to_k * tl.exp(half - own), H * K, length, at, C, K, BN)
+        to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * rest
+        whole += tl.sum(to_b * y.to(tl.float32) + 0.0, axis=0)
+        to_b = tl.dot(tl.trans(of_ab), of_removed, tl.dot(tl.trans(of_qb), of_read, to_b))
+        of_sums -= to_b * y.to(tl.float32)
+        store_rows(db + to, to_b * tl.exp(half - own), H * K, length, at, C, K, BN)
     else:
+        # Gradients of scores one after the other, each of use at once. Pairs without decay are not rounded.
+        own = running_gates(g, g_st, length, at, C, K, BN)
+        end = last_row(own, C)
         left = tl.exp(end[None, :] - own)
-        to_q *= scale * tl.exp(own)
-        to_k *= left
-        to_b *= left
+        to_q = _through(do, do_st, entering, length, at, C, K, V, BN, BV, DOT, PREC) * (scale * tl.exp(own))
+        to_k = _through(v, v_st, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * left
+        to_b = _through(reads, V, leaving, length, at, C, K, V, BN, BV, DOT, PREC) * left
         of_sums = to_k * load_rows(k, k_st, length, at, C, K, BN) + to_b * load_rows(b, b_st, length, at, C, K, BN)
         whole = tl.sum(of_sums + 0.0, axis=0)
         of_sums = to_q * load_rows(q, q_st, length, at, C, K, BN) - of_sums
-        tl.debug_barrier()
         pairs, qk_alone = _of_pairs(do, do_st, length, v, v_st, length, C, V, BV, DOT, PREC)
         to_q, to_k, of_sums = _back(
             scale * pairs, q, q_st, length, k, k_st, to_q, to_k, of_sums, own, running, length, at, C, K, BN, LEVELS,
@@ -207,51 +234,35 @@ def _of_chunk(
             scale * pairs, q, q_st, length, b, b_st, to_q, to_b, of_sums, own, running, length, at, C, K, BN, LEVELS,
             DOT, PREC,
         )  # fmt: skip
-    qk_alone *= scale
-    qb_alone *= scale
-    to_q += qk_alone * load_rows(k, k_st, length, at, C, K, BN) + qb_alone * load_rows(b, b_st, length, at, C, K, BN)
-    store_rows(dq + to, to_q, H * K, length, at, C, K, BN)
-    tl.debug_barrier()
-    to_a = _through(solved, V, entering, later, at, C, K, V, BN, BV, DOT, PREC)
-    if SMALL_GATES:
-        to_a *= rest
-        operand = (load_rows(a, a_st, later, at, C, K, BN) * tl.exp(own - half)).to(DOT)
+        qk_alone *= scale
+        qb_alone *= scale
+        to_q += qk_alone * load_rows(k, k_st, length, at, C, K, BN)
+        to_q += qb_alone * load_rows(b, b_st, length, at, C, K, BN)
+        store_rows(dq + to, to_q, H * K, length, at, C, K, BN)
+        to_a = _through(back, V, entering, later, at, C, K, V, BN, BV, DOT, PREC) * tl.exp(own)
+        of_sums += to_a * load_rows(removes, a_st, later, at, C, K, BN)
         tl.debug_barrier()
-        pairs, ak_alone = _of_pairs(solved, V, later, v, v_st, length, C, V, BV, DOT, PREC)
-        pairs = pairs.to(DOT)
-        to_a = tl.dot(pairs, x, to_a)
-        to_k = tl.dot(tl.trans(pairs), operand, to_k)
-        tl.debug_barrier()
-        pairs, ab_alone = _of_pairs(solved, V, later, reads, V, length, C, V, BV, DOT, PREC)
-        pairs = pairs.to(DOT)
-        to_a = tl.dot(pairs, y, to_a)
-        to_b = tl.dot(tl.trans(pairs), operand, to_b)
-        of_sums += to_a * operand.to(tl.float32) - to_k * x.to(tl.float32) - to_b * y.to(tl.float32)
-        to_a *= tl.exp(own - half)
-        to_k *= tl.exp(half - own)
-        to_b *= tl.exp(half - own)
-    else:
-        to_a *= tl.exp(own)
-        of_sums += to_a * load_rows(a, a_st, later, at, C, K, BN)
-        tl.debug_barrier()
-        pairs, ak_alone = _of_pairs(solved, V, later, v, v_st, length, C, V, BV, DOT, PREC)
+        pairs, ak_alone = _of_pairs(back, V, later, v, v_st, length, C, V, BV, DOT, PREC)
         to_a, to_k, of_sums = _back(
-            pairs, a, a_st, later, k, k_st, to_a, to_k, of_sums, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
+            pairs, removes, a_st, later, k, k_st, to_a, to_k, of_sums, own, running, length, at, C, K, BN, LEVELS, DOT,
+            PREC,
         )  # fmt: skip
         tl.debug_barrier()
-        pairs, ab_alone = _of_pairs(solved, V, later, reads, V, length, C, V, BV, DOT, PREC)
+        pairs, ab_alone = _of_pairs(back, V, later, reads, V, length, C, V, BV, DOT, PREC)
         to_a, to_b, of_sums = _back(
-            pairs, a, a_st, later, b, b_st, to_a, to_b, of_sums, own, running, length, at, C, K, BN, LEVELS, DOT, PREC
+            pairs, removes, a_st, later, b, b_st, to_a, to_b, of_sums, own, running, length, at, C, K, BN, LEVELS, DOT,
+            PREC,
         )  # fmt: skip
-    tl.debug_barrier()
-    to_a += ak_alone * load_rows(k, k_st, length, at, C, K, BN) + ab_alone * load_rows(b, b_st, length, at, C, K, BN)
-    store_rows(da + to + H * K, to_a, H * K, later, at, C, K, BN)
-    tl.debug_barrier()
-    to_k += qk_alone * load_rows(q, q_st, length, at, C, K, BN) + ak_alone * load_rows(a, a_st, later, at, C, K, BN)
-    store_rows(dk + to, to_k, H * K, length, at, C, K, BN)
-    tl.debug_barrier()
-    to_b += qb_alone * load_rows(q, q_st, length, at, C, K, BN) + ab_alone * load_rows(a, a_st, later, at, C, K, BN)
-    store_rows(db + to, to_b, H * K, length, at, C, K, BN)
+        to_a += ak_alone * load_rows(k, k_st, length, at, C, K, BN)
+        to_a += ab_alone * load_rows(b, b_st, length, at, C, K, BN)
+        store_rows(da + to + H * K, to_a, H * K, later, at, C, K, BN)
+        to_k += qk_alone * load_rows(q, q_st, length, at, C, K, BN)
+        to_k += ak_alone * load_rows(removes, a_st, later, at, C, K, BN)
+        store_rows(dk + to, to_k, H * K, length, at, C, K, BN)
+        to_b += qb_alone * load_rows(q, q_st, length, at, C, K, BN)
+        to_b += ab_alone * load_rows(removes, a_st, later, at, C, K, BN)
+        store_rows(db + to, to_b, H * K, length, at, C, K, BN)
+    _first(solved, entering, da + to, length, at, K, V, BN, BV)
     whole += tl.exp(end) * _kept(entering, leaving, at, K, V, BN, BV)
     of_gates = tl.cumsum(of_sums, axis=0, reverse=True) + whole[None, :]
     given = load_rows(g, g_st, length, at, C, K, BN).to(tl.float32)

@@ -28,6 +28,8 @@ _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
 _CANCELS = "tests/test_gated_keys.py::test_what_pairs_of_tokens_add_to_gates_cancels"
+_RANK_ONE = "tests/test_gated_transition.py::"
+_FIRST = "test_what_pairs_of_tokens_add_to_gates_cancels"
 _SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
 
 GATES = [
@@ -442,6 +444,28 @@ GATES = [
         ("rest = (x - first.to(tl.float32)).to(DOT)", "rest = (x - x).to(DOT)",
          "roundings of strong gates' queries and keys are lost",
          "tests/test_gated_keys.py::test_strong_gates_lose_one_rounding"),
+    ),
+    *_in(
+        "flexsp/kernels/gated_transition/prepare.py",
+        ("undecayed = tl.load(x - x_st + cols", "undecayed = tl.load(x + cols", "a chunk's first token removes another",
+         _RANK_ONE + "test_one_sequence[small]"),
+        ("tl.where(far == 0, 1, 0)", "1", "all chunks have small gates", _RANK_ONE + "test_one_sequence[large]"),
+        ("store_rows(running, own, K, C, at, C, K, BN)", "pass", "gradients read gates that nothing left",
+         _RANK_ONE + "test_one_sequence[large]"),
+        ("tl.where(one, 1.0, -with_b)", "tl.where(one, 1.0, with_b)", "what is removed is added",
+         _RANK_ONE + "test_one_sequence[small]"),
+    ),
+    *_in(
+        "flexsp/kernels/gated_transition/grads.py",
+        ("found += tl.sum(S * back[None, :] + 0.0, axis=1)", "pass", "a chunk's first row of a has no gradient",
+         _RANK_ONE + "test_one_sequence[small]"),
+        ("of_sums += to_a * of_removed.to(tl.float32)",
+         "of_sums += to_a * tl.exp(own - half) * load_rows(removes, a_st, later, at, C, K, BN)",
+         "what pairs of chunks with small gates add to gates does not cancel", _RANK_ONE + _FIRST + "[small]"),
+        ("new * yc.to(tl.float32)", "new * down * load_rows(y, y_st, length, at, C, K, BN)",
+         "what pairs of halves add to gates does not cancel", _RANK_ONE + _FIRST + "[strong]"),
+        ("tl.exp(end) * _kept(", "_kept(", "what a chunk keeps of a state does not decay",
+         _RANK_ONE + "test_one_sequence[small]"),
     ),
     *_in(
         "flexsp/compiler/planning/generated_plan.py",

@@ -4,7 +4,6 @@ sm_90."""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,13 +21,10 @@ from tests.harness.compiling import in_child, told_of
 from tests.harness.generated import (
     MANY_SEGMENTS,
     Run,
-    answered,
-    check_runs,
+    beside_generated,
     differentiated,
     documents,
     half,
-    problem_of,
-    wanted,
 )
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.vector_gates import OPS, draw, float32_sums
@@ -47,38 +43,24 @@ CONFIGS = {  # K, V, documents, dtype
 }  # fmt: skip
 
 
-def check(folder: str, *runs: Run) -> None:
-    """By the rule of `check_runs`. The reference of runs in bf16 are the generated kernels, which round the operands of
-    as many products: in PyTorch the functions make scores, and so gradients of gates, of none."""
-    others = [run for run in runs if run.dtype != BF16]
-    if others:
-        check_runs(folder, *others)
-    rounded = [run for run in runs if run.dtype == BF16]
-    problems = [problem_of(run) for run in rounded]
-    plain = [replace(run, lowering="generated") for run in rounded]
-    found, low = (answered(folder, of, problems) if of else [] for of in (rounded, plain))
-    for run, problem, mine, theirs in zip(rounded, problems, found, low, strict=True):
-        check_functions([mine], wanted(run, problem, [(problem.do, problem.dfinal)]), [theirs])
-
-
 # Results --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["small", *slow("large", "both")])
 def test_one_sequence(kind: str, folder: str) -> None:
-    check(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
+    beside_generated(folder, OURS(T=150, dtype=BF16, gates=GATES[kind]))
 
 
 def test_heads_and_sequences_behind_strides(folder: str) -> None:
     given = {"T": 40, "B": 2, "H": 2, "dtype": BF16, "strided": True}
-    check(folder, OURS(gates=SMALL, **given), OURS(gates=LARGE, **given))
+    beside_generated(folder, OURS(gates=SMALL, **given), OURS(gates=LARGE, **given))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["small", "large", "both"])
 def test_documents_and_strides(kind: str, folder: str) -> None:
     bounds = (0, 0, 3, 70, 70, 171, 190, 190)
-    check(
+    beside_generated(
         folder,
         OURS(T=190, dtype=BF16, gates=GATES[kind], bounds=bounds, strided=True),
         OURS(T=130, dtype=BF16, gates=GATES[kind], bounds=(0, 64, 128, 130), segments=MANY_SEGMENTS),
@@ -87,7 +69,7 @@ def test_documents_and_strides(kind: str, folder: str) -> None:
 
 @pytest.mark.slow
 def test_float32_and_float16(folder: str) -> None:
-    check(
+    beside_generated(
         folder,
         OURS(T=37, B=2, gates=(*SMALL, *LARGE)),
         OURS(T=29, bounds=documents(29, 4), strided=True),
@@ -99,12 +81,13 @@ def test_float32_and_float16(folder: str) -> None:
 @pytest.mark.parametrize(("K", "V"), [(130, 12), (12, 140), (7, 33)])
 def test_sizes(K: int, V: int, folder: str) -> None:
     """More channels than a program holds, and more columns."""
-    check(folder, OURS(T=70, K=K, V=V, dtype=BF16, gates=SMALL), OURS(T=70, K=K, V=V, dtype=BF16, gates=LARGE))
+    run = functools.partial(OURS, T=70, K=K, V=V, dtype=BF16)
+    beside_generated(folder, run(gates=SMALL), run(gates=LARGE))
 
 
 @pytest.mark.slow
 def test_ranks(folder: str) -> None:
-    check(
+    beside_generated(
         folder,
         OURS(T=150, dtype=BF16, gates=BOTH, lengths=(70, 0, 80)),
         OURS(T=75, dtype=half(), bounds=(0, 12, 50, 75), lengths=(30, 41, 4)),

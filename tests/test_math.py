@@ -303,6 +303,43 @@ def test_rotated_rows_and_own_products() -> None:
     close(got | {"eta": got["gamma"] - rho * (b @ c)}, want)
 
 
+def removing(x: dict[str, Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+    S = x["g"].exp()[:, None] * S + x["b"][:, None] * (x["a"] @ S) + x["k"][:, None] * x["v"]
+    return S, x["q"] @ S
+
+
+def test_a_transition_of_rank_one_and_its_gradients() -> None:
+    """Section 19: rows of A one earlier, and one product with the inverse backward."""
+    x, do, dS, c, E = inputs("q", "k", "v", "a", "b", wide=True)
+    want_o, want_S = loop(x, removing)
+    want = gradients(x, want_o, want_S, do, dS)
+    q, k, v, a, b, g, S = (x[name].detach() for name in ("q", "k", "v", "a", "b", "g", "S"))
+    earlier = torch.cat([a[1:], torch.zeros(1, K, dtype=torch.float64)])
+    AK, AB = (torch.cat([torch.zeros(1, C, dtype=torch.float64), scores(earlier, y, E)[:-1]]) for y in (k, b))
+    QK, QB, before, left = scores(q, k, E), scores(q, b, E), (c - g).exp(), (c[-1] - c).exp()
+    M = torch.eye(C, dtype=torch.float64) - AB
+    Z = torch.linalg.solve(M, AK @ v + (a * before) @ S)
+    o = QK @ v + QB @ Z + (q * c.exp()) @ S
+    new = c[-1].exp()[:, None] * S + (k * left).T @ v + (b * left).T @ Z
+    Y = torch.linalg.solve(M.T, QB.T @ do + (b * left) @ dS)
+    of_qk, of_qb, of_ak, of_ab = do @ v.T, do @ Z.T, (Y @ v.T).roll(-1, 0), (Y @ Z.T).roll(-1, 0)
+    of_ak[-1], of_ab[-1] = 0, 0
+    pairs = {name: x[:, :, None] * E for name, x in (("qk", of_qk), ("qb", of_qb), ("ak", of_ak), ("ab", of_ab))}
+    rows = torch.einsum("ijd,jd->id", pairs["ak"], k) + torch.einsum("ijd,jd->id", pairs["ab"], b)
+    found = {
+        "dq": torch.einsum("ijd,jd->id", pairs["qk"], k) + torch.einsum("ijd,jd->id", pairs["qb"], b)
+        + (do @ S.T) * c.exp(),
+        "dk": torch.einsum("ijd,id->jd", pairs["qk"], q) + torch.einsum("ijd,id->jd", pairs["ak"], earlier)
+        + (v @ dS.T) * left,
+        "dv": QK.T @ do + AK.T @ Y + (k * left) @ dS,
+        "da": torch.cat([torch.zeros(1, K, dtype=torch.float64), rows[:-1]]) + (Y @ S.T) * before,
+        "db": torch.einsum("ijd,id->jd", pairs["qb"], q) + torch.einsum("ijd,id->jd", pairs["ab"], earlier)
+        + (Z @ dS.T) * left,
+    }  # fmt: skip
+    wanted = {"o": want_o, "S": want_S} | {f"d{name}": want[name] for name in "qkvab"}
+    close({"o": o, "S": new} | found, wanted)
+
+
 def test_masks_that_factor() -> None:
     """Section 11."""
     x, do, _, _, _ = inputs("q", "k", "v", wide=False)

@@ -5,6 +5,7 @@ S_t = diag(e^{g_t}) S_{t-1} + b_t (a_t S_{t-1}) + k_t v_t^T, o_t = scale q_t S_t
 """
 
 from flexsp.compiler import cache_result, decayed_scores, identity, unit_lower_inverse
+from flexsp.variants.gated_transition import GATED_TRANSITION
 from flexsp.variants.maker import maker
 
 
@@ -34,4 +35,4 @@ def merge(q, k, v, b, g, u, w, chunk_state, scale):
 
 
 inputs = {"q": "THK", "k": "THK", "v": "THV", "a": "THK", "b": "THK"}
-make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped=["g"])
+make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped=["g"], lowerings=[GATED_TRANSITION])

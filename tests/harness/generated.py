@@ -273,6 +273,23 @@ def check_runs(folder: str, *runs: Run, credit: Callable[[Run], dict[str, float]
     assert not wrong, "\n".join(wrong)
 
 
+def beside_generated(folder: str, *runs: Run) -> None:
+    """Runs of kernels beside generated ones, by the rule of `check_runs`.
+
+    The reference of runs in bf16 are the generated kernels, which round the operands of as many products: in PyTorch
+    the functions make scores, and so gradients of gates, of none.
+    """
+    others = [run for run in runs if run.dtype != torch.bfloat16]
+    if others:
+        check_runs(folder, *others)
+    rounded = [run for run in runs if run.dtype == torch.bfloat16]
+    problems = [problem_of(run) for run in rounded]
+    plain = [replace(run, lowering="generated") for run in rounded]
+    found, low = (answered(folder, of, problems) if of else [] for of in (rounded, plain))
+    for run, problem, mine, theirs in zip(rounded, problems, found, low, strict=True):
+        check_functions([mine], wanted(run, problem, [(problem.do, problem.dfinal)]), [theirs])
+
+
 def answered(folder: str, runs: Sequence[Run], problems: list[Problem]) -> list[Tensors]:
     world = len(runs[0].lengths or (0,))
     parts = run_ranks(answers, world, list(runs), problems, folder, env=INTERPRETED, timeout=200)

@@ -23,6 +23,7 @@ _NAME = "the kernels of Mamba-3"
 _BYTES = 4096  # of a tile
 _CHANNELS = 128  # heads times angles, of a program that sums up
 _SHARED = 512  # where heads have their angles in common: a thread turns some heads by one
+_ADDED = 256  # where a warp adds up the gradients of these over heads
 _SEGMENT = 64  # tokens at least
 _SEGMENTS = 512  # at most
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
@@ -64,11 +65,16 @@ class _Cut(NamedTuple):
         return self.T, self.n_seg, self.per_seg
 
     def walk(self, kernel: Any, tensors: Mapping[str, Tensor], strides: Sequence[int], **constants: bool) -> None:
-        BS = triton.next_power_of_2(self.S)
-        BH = max(1, min(triton.next_power_of_2(self.H), (_SHARED if constants.get("SHARED") else _CHANNELS) // BS))
+        added, shared = constants.get("ADDED"), constants.get("SHARED")
+        BS, BH = triton.next_power_of_2(self.S), self.heads(_ADDED if added else _SHARED if shared else _CHANNELS)
         tile = {"H": self.H, "S": self.S, "BH": BH, "BS": BS, "STEP": _STEP}
         grid = (-(-self.H // BH) * self.n_seg * self.batch, 1, 1)
-        run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, max(1, min(4, BH * BS // 32)))
+        warps = 1 if added else max(1, min(4, BH * BS // 32))
+        run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, warps)
+
+    def heads(self, channels: int) -> int:
+        """Of a tile of so many channels."""
+        return max(1, min(triton.next_power_of_2(self.H), channels // triton.next_power_of_2(self.S)))
 
     def scan(self, found: Mapping[str, Tensor], initial: Optional, packed: bool, reverse: bool) -> Tensor:
         """What enters the segments, [batch, n_seg, H, S]."""
@@ -90,8 +96,8 @@ class _Cut(NamedTuple):
         }
 
 
-def _cut(angles: Tensor) -> _Cut:
-    batch, T, H, S = angles.shape
+def _cut(angles: Tensor, dt: Tensor) -> _Cut:
+    (batch, T, H), S = dt.shape, angles.shape[3]
     least = max(_SEGMENT, -(-T // _SEGMENTS))
     return _Cut(batch, T, H, S, -(-least // _STEP) * _STEP)
 
@@ -103,19 +109,19 @@ def _given(angles: Tensor, dt: Tensor, resets: Optional) -> tuple[dict[str, Tens
 
 def _shared(angles: Tensor) -> bool:
     """Whether all heads have the same angles, in the same memory."""
-    return angles.stride(2) == 0
+    return angles.shape[2] == 1 or angles.stride(2) == 0
 
 
 class _Turns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
-        cut, packed = _cut(angles), resets is not None
+        cut, packed = _cut(angles, dt), resets is not None
         tensors, strides = _given(angles, dt, resets)
         found, how = cut.empty(dt), {"PACKED": packed, "INITIAL": packed and initial is not None}
         how["SHARED"] = _shared(angles)
         tensors["initial"] = dt if initial is None else initial
         cut.walk(sums.turn_sums_kernel, {**tensors, **found}, strides, **how)
-        turned = dt.new_empty(angles.shape, dtype=torch.float32)
+        turned = dt.new_empty(*dt.shape, cut.S, dtype=torch.float32)
         last = dt.new_zeros(cut.batch, cut.H, cut.S, dtype=torch.float32)
         tensors["enters"] = cut.scan(found, None if packed else initial, packed, reverse=False)
         cut.walk(sums.turns_kernel, {**tensors, "turns": turned, "last": last}, strides, **how)
@@ -127,21 +133,27 @@ class _Turns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dturns: Optional, dlast: Optional) -> tuple[Optional, ...]:
         angles, dt, resets = kept_for_backward(ctx, _NAME, dturns, dlast)
-        cut, packed = _cut(angles), resets is not None
+        cut, packed = _cut(angles, dt), resets is not None
         tensors, strides = _given(angles, dt, resets)
-        dturns = dt.new_zeros(angles.shape, dtype=torch.float32) if dturns is None else _dense(dturns).contiguous()
+        if dturns is None:
+            dturns = dt.new_zeros(*dt.shape, cut.S, dtype=torch.float32)
+        dturns = _dense(dturns).contiguous()
         dlast = None if dlast is None else _dense(dlast).contiguous()
         found = cut.empty(dt)
         cut.walk(
             sums.turn_grad_sums_kernel, {"dturns": dturns, "resets": tensors["resets"], **found}, (), PACKED=packed
         )  # fmt: skip
         tensors |= {"enters": cut.scan(found, dlast, packed, reverse=True), "dturns": dturns}
-        dangles = torch.empty_like(angles, memory_format=torch.contiguous_format)
+        added = angles.shape[2] < cut.H
+        blocks = -(-cut.H // cut.heads(_ADDED))
+        like = dt.new_empty(cut.batch, cut.T, blocks, cut.S, dtype=torch.float32) if added else angles
+        dangles = torch.empty_like(like, memory_format=torch.contiguous_format)
         ddt = dt.new_empty(dt.shape, dtype=torch.float32)
         dinitial = None if ctx.initial is None else dt.new_zeros(ctx.initial, dtype=torch.float32)
         tensors |= {"dangles": dangles, "ddt": ddt, "dinitial": ddt if dinitial is None else dinitial}
-        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles)}
+        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles), "ADDED": added}
         cut.walk(sums.turns_grad_kernel, tensors, strides, **how)
+        dangles = dangles.sum(2, keepdim=True).to(angles.dtype) if added else dangles
         return dangles, ddt.to(dt.dtype), dinitial, None
 
 
@@ -149,7 +161,7 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
     """Sums of 0.5 tanh(angles) dt up to each token, itself included, without whole turns.
 
     Args:
-        angles: [B, T, H, S], any strides.
+        angles: [B, T, H, S], or [B, T, 1, S] of all heads; any strides.
         dt: [B, T, H], any strides.
         initial: [N, H, S] in float32: what sums begin with, in turns; of sequences, or of documents, or None.
         resets: the document that begins with a token, or -1, [T] in int32; None for sequences.
@@ -159,7 +171,7 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
         in float64.
     """
     untransformed(_NAME, IN_PYTORCH)
-    batch, _, H, _ = angles.shape
+    batch, _, H = dt.shape
     check_heads("x", batch, H)
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
     return found

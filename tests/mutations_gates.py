@@ -332,6 +332,13 @@ GATES = [
          "sequences begin with no angle", "tests/test_mamba3_kernels.py::test_kernels[plain]"),
     ),
     *_in(
+        "flexsp/kernels/mamba3/steps.py",
+        ("(of_gamma - of_eta) * step * share * rest", "of_gamma * step * share * rest",
+         "the weight of the token before has no gradient", _MAMBA3_KERNELS),
+        ("of_gate * slow + of_gamma * share", "of_gate * slow + of_gamma * rest", "steps have another gradient",
+         _MAMBA3_KERNELS),
+    ),
+    *_in(
         "flexsp/kernels/mamba3/rotations.py",
         ("sign = 1.0 - 2.0 * tl.abs(half)", "sign = 1.0", "half a turn turns nothing", _MAMBA3_PARTS),
         ("tl.where((t < until)[:, None]", "tl.where((t <= until)[:, None]",

@@ -82,7 +82,7 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
             loops.compare(mamba3, case, inputs, dtype, **how)
     shared = {launch.constants["SHARED"] for launch in run._launches.values() if "SHARED" in launch.constants}
     assert shared == {kind == "one head's angles" or kind in ONE_ROW}
-    return len({launch.kernel for launch in run._launches.values()}) == 7
+    return len({launch.kernel for launch in run._launches.values()}) == 9
 
 
 KINDS = [
@@ -327,7 +327,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "large heads": {"K": 256, "S": 128},
     "odd sizes": {"T": 99, "H": 6, "G": 2, "K": 7, "S": 3, "dtype": "float16"},
 }
-NAMES = ["turn_sums", "turn_scan", "turns", "rows", "rows_grad", "turn_grad_sums", "turn_scan", "turns_grad"]
+NAMES = ["steps", "turn_sums", "turn_scan", "turns", "rows", "rows_grad", "turn_grad_sums", "turn_scan", "turns_grad",
+         "steps_grad"]  # fmt: skip
 
 
 def compile_config(
@@ -345,14 +346,15 @@ def compile_config(
     starts = meta(T, kind=torch.int32) if docs else None
     arrived, until = meta(1, H, S) if ranks else None, meta(kind=torch.int64) if ranks and docs else None
     with record_launches() as launches:
+        gate, gamma, eta = op.steps(*(meta(*tokens) for _ in range(3)))
         given = meta(1, T, H if angles == "of heads" else 1, S)
         given = given.expand(1, T, H, S) if angles == "of one head" else given
         turned, last = op.turns(given, meta(*tokens), meta(docs or 1, H, S), starts)
         rows = op.rows(
             *(meta(1, T, G, K, kind=of) for _ in range(2)), meta(H, K), meta(H, K), turned, arrived, until,
-            meta(*tokens), meta(*tokens), meta(H), pairwise,
+            gamma, eta, meta(H), pairwise,
         )  # fmt: skip
-        found = *rows, last
+        found = *rows, last, gate
         torch.autograd.backward(found, [x.detach() for x in found])
     return told_of(launches)
 
@@ -370,7 +372,7 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
     kernels = compiled(name)
     names = [kernel["name"].removesuffix("_kernel") for kernel in kernels]
     again = {"plain", "one row of angles", "packed, over ranks", "fp32"}  # for pairs that do not turn
-    assert names == (NAMES if name not in again else [*NAMES[:4], "rows_grad", *NAMES[4:]])
+    assert names == (NAMES if name not in again else [*NAMES[:5], "rows_grad", *NAMES[5:]])
     for kernel in kernels:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel

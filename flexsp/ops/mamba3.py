@@ -347,8 +347,8 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
 
     x, initial, cu_seqlens = given.x, options.initial, options.cu_seqlens
     at = cu_seqlens, options.sp
-    step, share = given.dt.float(), given.trap.float().sigmoid()
-    eta, eta_first = following((1 - share) * step, *at)
+    gate, gamma, eta = kernels.steps(given.dt, given.A, given.trap)
+    eta, eta_first = following(eta, *at)
     start = None if initial is None else initial.angle / _TURN
     resets = None if cu_seqlens is None else begins(sizes.T, cu_seqlens, options.sp)
     turns, mine = kernels.turns(given.angles, given.dt, _with_tail(start, resets), resets)
@@ -357,10 +357,10 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
         more = arrived.sum.squeeze(1)
         until = None if arrived.tokens is None else arrived.tokens.sum()
     rows = kernels.rows(
-        given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D, options.pairwise
+        given.B, given.C, given.B_bias, given.C_bias, turns, more, until, gamma, eta, given.D, options.pairwise
     )
     y, ssm = diagonal(
-        rows.q, rows.k, x, step * given.A.float(), w=rows.w, scale=1.0,
+        rows.q, rows.k, x, gate, w=rows.w, scale=1.0,
         initial_state=_start(initial, eta_first, None), output_final_state=options.want_final, cu_seqlens=cu_seqlens,
         sp=options.sp, op="mamba3",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Entry of Mamba-3's kernels: their launches, and what autograd sees of them.
 
-`turns` comes before the ranks exchange sums, `rows` after that, then the engine.
+`steps` and `turns` come before the ranks exchange weights and sums, `rows` after that, then the engine.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import triton
 from flexsp.comm.derivatives import IN_PYTORCH, keep_for_backward, kept_for_backward, untransformed
 from flexsp.devices import check_heads
 from flexsp.kernels.mamba3 import rotations
+from flexsp.kernels.mamba3 import steps as of_steps
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
 
-__all__ = ["Rows", "rows", "turns"]
+__all__ = ["Rows", "rows", "steps", "turns"]
 
 _NAME = "the kernels of Mamba-3"
 _BYTES = 4096  # of a tile
@@ -26,6 +27,7 @@ _SHARED = 512  # where heads have their angles in common: a thread turns some he
 _ADDED = 256  # where a warp adds up the gradients of these over heads
 _SEGMENT = 64  # tokens at least
 _SEGMENTS = 512  # at most
+_TOKENS = 2048  # times heads, of a program that makes gates
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
 _HEADS = 8  # of a program of `rows_kernel` at most
 _STAGES = 1  # heads whose numbers are on their way while one is computed, and that one
@@ -174,6 +176,49 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
     batch, _, H = dt.shape
     check_heads("x", batch, H)
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
+    return found
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def _run_steps(kernel: Any, tensors: Mapping[str, Tensor], strided: int) -> None:
+    """Of tensors [B, T, H], of which the first `strided` may have any strides."""
+    given = list(tensors.values())
+    batch, T, H = given[0].shape
+    BH = min(128, triton.next_power_of_2(H))
+    BT = max(1, _TOKENS // BH)
+    blocks = -(-T // BT)
+    numbers = [n for x in given[:strided] for n in x.stride()]
+    run(kernel, (batch * blocks, -(-H // BH), 1), tensors, (*numbers, T, blocks), {"H": H, "BT": BT, "BH": BH})
+
+
+class _Steps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dt: Tensor, A: Tensor, trap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, gamma, eta = (dt.new_empty(dt.shape, dtype=torch.float32) for _ in range(3))
+        made = {"gate": gate, "gamma": gamma, "eta": eta}
+        _run_steps(of_steps.steps_kernel, {"dt": dt, "A": A, "trap": trap, **made}, 3)
+        keep_for_backward(ctx, dt, A, trap)
+        ctx.set_materialize_grads(False)
+        return gate, gamma, eta
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
+        dt, A, trap = kept_for_backward(ctx, _NAME, *grads)
+        given = [dt.new_zeros(dt.shape, dtype=torch.float32) if g is None else _in_memory(g) for g in grads]
+        found = [x.new_empty(x.shape) for x in (dt, A, trap)]
+        names = "dt", "A", "trap", "dgate", "dgamma", "deta", "ddt", "dA", "dtrap"
+        tensors = dict(zip(names, (dt, A, trap, *given, *found), strict=True))
+        _run_steps(of_steps.steps_grad_kernel, tensors, 6)
+        return tuple(found)
+
+
+def steps(dt: Tensor, A: Tensor, trap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log gates dt A, and weights sigmoid(trap) dt and (1 - sigmoid(trap)) dt, of [B, T, H] with any strides: in
+    float32."""
+    untransformed(_NAME, IN_PYTORCH)
+    found: tuple[Tensor, Tensor, Tensor] = _Steps.apply(dt, A, trap)
     return found
 
 

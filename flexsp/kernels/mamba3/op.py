@@ -21,7 +21,7 @@ from flexsp.kernels.run import run
 __all__ = ["Rows", "rows", "steps", "turns"]
 
 _NAME = "the kernels of Mamba-3"
-_BYTES = 4096  # of a tile
+_BYTES = 4096  # of a tile of `rows_kernel`
 _CHANNELS = 128  # heads times angles, of a program that sums up
 _SHARED = 512  # where heads have their angles in common: a thread turns some heads by one
 _ADDED = 256  # where a warp adds up the gradients of these over heads
@@ -30,7 +30,10 @@ _SEGMENTS = 512  # at most
 _TOKENS = 2048  # times heads, of a program that makes gates
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
 _HEADS = 8  # of a program of `rows_kernel` at most
-_STAGES = 1  # heads whose numbers are on their way while one is computed, and that one
+_STAGES = 3  # of `rows_kernel`: heads whose numbers are on their way while one is computed, and that one
+_PAIRS = 512  # times tokens, of a program of `rows_grad_kernel`, but no less than _LEAST_TOKENS of them
+_LEAST_TOKENS = 8  # there are sums of every program
+_OF_A_WARP = 256  # pairs times tokens: where one warp has them all, no warp waits for another one at every head's sums
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -238,20 +241,21 @@ class Rows(NamedTuple):
     w: Tensor
 
 
-def _tile(K: int, S: int, dtype: torch.dtype) -> tuple[int, int, bool]:
-    """Tokens and pairs of channels of a tile, and whether there are others beside it, of pairs that do not turn."""
-    pairs = triton.next_power_of_2(-(-K // 2))
-    still = pairs >= 2 * S
-    return max(1, min(64, _BYTES // (2 * pairs * dtype.itemsize))), pairs // 2 if still else pairs, still
-
-
-def _constants(given: dict[str, Optional], halves: bool) -> dict[str, Any]:
+def _constants(given: dict[str, Optional], halves: bool, backward: bool) -> dict[str, Any]:
+    """Of the kernels, with their tile: BT tokens and BP pairs of channels, and whether there are others beside it, of
+    pairs that do not turn."""
     B, turned = given["b"], given["turns"]
     assert B is not None and turned is not None
-    BT, BP, still = _tile(B.shape[3], turned.shape[3], B.dtype)
+    pairs = triton.next_power_of_2(-(-B.shape[3] // 2))
+    still = pairs >= 2 * turned.shape[3]
+    if backward:
+        BT = max(_LEAST_TOKENS, min(32, _PAIRS // pairs))
+    else:
+        BT = max(1, min(64, _BYTES // (2 * pairs * B.dtype.itemsize)))
+    BP = pairs // 2 if still else pairs
     return {
         "H": turned.shape[2], "G": B.shape[2], "K": B.shape[3], "S": turned.shape[3], "BT": BT, "BP": BP,
-        "STILL": still, "STAGES": _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
+        "STILL": still, "STAGES": 1 if backward else _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
         "C_BIAS": given["c_bias"] is not None, "ARRIVED": given["arrived"] is not None,
         "PACKED": given["until"] is not None,
     }  # fmt: skip
@@ -278,7 +282,7 @@ class _Rows(torch.autograd.Function):
         B, C, turned = (given[name] for name in ("b", "c", "turns"))
         assert B is not None and C is not None and turned is not None
         (batch, T, H), K = turned.shape[:3], B.shape[3]
-        constants = _constants(given, halves)
+        constants = _constants(given, halves, False)
         heads = _divisor(H // B.shape[2], _HEADS)
         constants |= {"SKIP": d is not None, "HEADS": heads}
         q, k = B.new_empty(batch, T, H, K), B.new_empty(batch, T, H, K)
@@ -311,7 +315,8 @@ def _cotangents(own: Tensor, B: Tensor, grads: Sequence[Optional]) -> tuple[Tens
 
 def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool) -> dict[str, Optional]:
     """Gradients of the tensors of `_ROWS`."""
-    constants = _constants(given, halves)
+    constants = _constants(given, halves, True)
+    warps = max(1, min(4, constants["BT"] * constants["BP"] // _OF_A_WARP))
     tensors = _pointers(given)
     B, C, (batch, T, H, S) = tensors["b"], tensors["c"], tensors["turns"].shape
     G, K = B.shape[2:]
@@ -327,7 +332,7 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
     for turns in (False, True) if constants["STILL"] else (True,):
         run(
             rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
-            (*B.stride()[:3], *C.stride()[:3], T, blocks), constants | {"TURNS": turns},
+            (*B.stride()[:3], *C.stride()[:3], T, blocks), constants | {"TURNS": turns}, warps,
         )  # fmt: skip
     found: dict[str, Optional] = {name: made[f"d{name}"] for name in ("b", "c", "turns")}
     found["gamma"], found["eta"] = made["dweights"].unbind(-1)

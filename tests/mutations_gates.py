@@ -22,6 +22,7 @@ _BY_KERNEL = "tests/test_exchange_by_kernel.py::"
 _MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
 _MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
+_MAMBA3_ROW = "tests/test_mamba3_kernels.py::test_kernels[one row, documents]"
 _MAMBA3_PARTS = "tests/test_mamba3_kernels.py::test_parts"
 _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 
@@ -326,9 +327,18 @@ GATES = [
         ("(total - tl.floor(total + 0.5)).to(tl.float32)", "total.to(tl.float32)", "kernels keep whole turns",
          _MAMBA3_PARTS),
         ("back * (1.0 - slope * slope)", "back * (1.0 - slope)", "angles have another derivative", _MAMBA3_KERNELS),
+        ("block = tl.program_id(0) % ((H + BH - 1) // BH)", "block = 0 * tl.program_id(0)",
+         "of angles that heads share, only some heads have a gradient", _MAMBA3_ROW),
         ("tl.abs(x) < _NEAR_ZERO", "tl.abs(x) < 0.0", "small angles are rounded off", _MAMBA3_PARTS),
         ("total = tl.load(initial + b * W + w, mask=valid, other=0.0).to(tl.float64)", "pass",
          "sequences begin with no angle", "tests/test_mamba3_kernels.py::test_kernels[plain]"),
+    ),
+    *_in(
+        "flexsp/kernels/mamba3/steps.py",
+        ("(of_gamma - of_eta) * step * share * rest", "of_gamma * step * share * rest",
+         "the weight of the token before has no gradient", _MAMBA3_KERNELS),
+        ("of_gate * slow + of_gamma * share", "of_gate * slow + of_gamma * rest", "steps have another gradient",
+         _MAMBA3_KERNELS),
     ),
     *_in(
         "flexsp/kernels/mamba3/rotations.py",

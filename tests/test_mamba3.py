@@ -64,6 +64,15 @@ def test_token_by_token(case: str, dtype: torch.dtype) -> None:
 
 
 @every_case
+def test_one_row_of_angles(case: str) -> None:
+    """For all heads."""
+    inputs = draw(case, 2, 20, states=2)
+    inputs["angles"] = inputs["angles"][:, :, :1]
+    for op in OPS:
+        compare(op, case, inputs, torch.float64)
+
+
+@every_case
 def test_what_may_be_left_out(case: str) -> None:
     inputs = draw(case, 2, 20)
     for name in ("D", "B_bias", "C_bias"):

@@ -25,6 +25,7 @@ from tests.marks import quick, slow
 
 HALF = (torch.bfloat16, torch.float16)
 BOUNDS = [0, 0, 1, 12, 12, 20, 29, 29]
+ONE_ROW = "one row, documents", "one row, wide"  # of angles, for all heads
 
 
 def turned_strides(x: Tensor) -> Tensor:
@@ -34,9 +35,11 @@ def turned_strides(x: Tensor) -> Tensor:
 def prepare(kind: str, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A case of the token loop, its arguments, and how they are compared."""
     case = "siso" if kind in ("plain", "one token", "steps of all sizes") else "siso, halves"
-    case = {"documents": "siso, groups", "wide": "wide", "long segments": "siso, groups"}.get(kind, case)
+    case = {
+        "documents": "siso, groups", "wide": "wide", "one row, wide": "wide", "long segments": "siso, groups",
+    }.get(kind, case)  # fmt: skip
     T = {"one token": 1, "long segments": 53}.get(kind, 29)
-    packed = kind in ("documents", "documents without states")
+    packed = kind in ("documents", "documents without states", "one row, documents")
     inputs = loops.draw(case, 1 if packed else 2, T, len(BOUNDS) - 1 if packed else 2, seed)
     how: dict[str, Any] = {}
     if packed:
@@ -50,6 +53,8 @@ def prepare(kind: str, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
         how["arrange"] = lambda x: x[:, :, :1].expand_as(x) if x.dim() == 4 and x.shape[-1] == 3 else x
         inputs["angles"] = inputs["angles"][:, :, :1].expand_as(inputs["angles"]).contiguous()
         del inputs["C_bias"]
+    if kind in ONE_ROW:
+        inputs["angles"] = inputs["angles"][:, :, :1]
     if kind == "steps of all sizes":
         for name, values in {"trap": (60.0, -60.0), "angles": (50.0, -50.0, 0.9, 1e-6), "dt": (0.0, 1e-6)}.items():
             for at, value in enumerate(values):
@@ -63,8 +68,9 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
     from flexsp.kernels.mamba3 import op
 
     loops.CASES["wide"] = 0, 1, 40, 13, False
-    loops.H, loops.P = (2, 33) if kind == "wide" else (4, 5)
+    loops.H, loops.P = {"wide": (2, 33), "one row, wide": (3, 2)}.get(kind, (4, 5))
     op._SEGMENT, op._SEGMENTS = (8, 2) if kind == "long segments" else (8, 512)
+    op._ADDED = 32 if kind == "one row, wide" else 8  # blocks of two heads
     run._launches.clear()
     case, inputs, how = prepare(kind, seed)
     with poisoned(1000):
@@ -75,21 +81,21 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
         else:
             loops.compare(mamba3, case, inputs, dtype, **how)
     shared = {launch.constants["SHARED"] for launch in run._launches.values() if "SHARED" in launch.constants}
-    assert shared == {kind == "one head's angles"}
-    return len({launch.kernel for launch in run._launches.values()}) == 7
+    assert shared == {kind == "one head's angles" or kind in ONE_ROW}
+    return len({launch.kernel for launch in run._launches.values()}) == 9
 
 
 KINDS = [
-    "plain", "documents", "documents without states", "strides", "one head's angles", "one token", "wide",
+    "plain", *ONE_ROW, "documents", "documents without states", "strides", "one head's angles", "one token", "wide",
     "long segments", "steps of all sizes", "all in half precision",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, "documents"))
+@pytest.mark.parametrize("kind", quick(KINDS, "documents", "one row, documents"))
 def test_kernels(kind: str) -> None:
     """Outputs, states and gradients. Quick only in one dtype."""
     half = random.choice(HALF)
-    for dtype in [half] if kind == "documents" else [torch.float32, half]:
+    for dtype in [half] if kind in ("documents", "one row, documents") else [torch.float32, half]:
         assert run_ranks(in_kernels, 1, kind, dtype, random.randrange(2**31), env=INTERPRETED) == [True]
 
 
@@ -315,17 +321,19 @@ def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch)
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "packed, over ranks": {"docs": 4, "ranks": True, "pairwise": False, "angles": 32},
+    "one row of angles": {"angles": "one row"},
+    "packed, over ranks": {"docs": 4, "ranks": True, "pairwise": False, "angles": "of heads"},
     "fp32": {"dtype": "float32"},
     "large heads": {"K": 256, "S": 128},
     "odd sizes": {"T": 99, "H": 6, "G": 2, "K": 7, "S": 3, "dtype": "float16"},
 }
-NAMES = ["turn_sums", "turn_scan", "turns", "rows", "rows_grad", "turn_grad_sums", "turn_scan", "turns_grad"]
+NAMES = ["steps", "turn_sums", "turn_scan", "turns", "rows", "rows_grad", "turn_grad_sums", "turn_scan", "turns_grad",
+         "steps_grad"]  # fmt: skip
 
 
 def compile_config(
     dtype: str = "bfloat16", T: int = 65536, H: int = 32, G: int = 1, K: int = 128, S: int = 32,
-    docs: int = 0, ranks: bool = False, pairwise: bool = True, angles: int = 1,
+    docs: int = 0, ranks: bool = False, pairwise: bool = True, angles: str = "of one head",
 ) -> list[dict[str, Any]]:  # fmt: skip
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels.mamba3 import op
@@ -338,12 +346,15 @@ def compile_config(
     starts = meta(T, kind=torch.int32) if docs else None
     arrived, until = meta(1, H, S) if ranks else None, meta(kind=torch.int64) if ranks and docs else None
     with record_launches() as launches:
-        turned, last = op.turns(meta(1, T, angles, S).expand(1, T, H, S), meta(*tokens), meta(docs or 1, H, S), starts)
+        gate, gamma, eta = op.steps(*(meta(*tokens) for _ in range(3)))
+        given = meta(1, T, H if angles == "of heads" else 1, S)
+        given = given.expand(1, T, H, S) if angles == "of one head" else given
+        turned, last = op.turns(given, meta(*tokens), meta(docs or 1, H, S), starts)
         rows = op.rows(
             *(meta(1, T, G, K, kind=of) for _ in range(2)), meta(H, K), meta(H, K), turned, arrived, until,
-            meta(*tokens), meta(*tokens), meta(H), pairwise,
+            gamma, eta, meta(H), pairwise,
         )  # fmt: skip
-        found = *rows, last
+        found = *rows, last, gate
         torch.autograd.backward(found, [x.detach() for x in found])
     return told_of(launches)
 
@@ -360,8 +371,8 @@ def test_what_the_interpreter_cannot_show(name: str) -> None:
     that nothing wrote, no lanes that round a sum differently, no spills."""
     kernels = compiled(name)
     names = [kernel["name"].removesuffix("_kernel") for kernel in kernels]
-    again = {"plain", "packed, over ranks", "fp32"}  # for pairs that do not turn
-    assert names == (NAMES if name not in again else [*NAMES[:4], "rows_grad", *NAMES[4:]])
+    again = {"plain", "one row of angles", "packed, over ranks", "fp32"}  # for pairs that do not turn
+    assert names == (NAMES if name not in again else [*NAMES[:5], "rows_grad", *NAMES[5:]])
     for kernel in kernels:
         assert kernel["waits_first"], kernel
         assert not any(kernel[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), kernel

@@ -127,9 +127,8 @@ def _ours_attention(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Ten
 def _ours_mamba3(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
     from flexsp.ops import mamba3
 
-    given: dict[str, Any] = {name: y for name, y in x.items() if name not in ("do", "angles")}
-    angles = x["angles"].expand(-1, -1, x["x"].shape[2], -1)
-    return mamba3(**given, angles=angles, sp=sp)[0]
+    given: dict[str, Any] = {name: y for name, y in x.items() if name != "do"}
+    return mamba3(**given, sp=sp)[0]
 
 
 def _mamba_ssm_mamba3(x: Inputs) -> torch.Tensor:

@@ -158,7 +158,7 @@ class Mamba3(RecurrentLayer):
             "B": self.B_norm(B.unflatten(-1, groups)),
             "C": self.C_norm(C.unflatten(-1, groups)),
             "trap": trap,
-            "angles": angles.unsqueeze(-2).expand(-1, -1, self.num_heads, -1),
+            "angles": angles.unsqueeze(-2),
             "D": self.D,
             "B_bias": self.B_bias if self.is_mimo else self.B_bias.squeeze(1),
             "C_bias": self.C_bias if self.is_mimo else self.C_bias.squeeze(1),

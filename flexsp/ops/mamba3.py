@@ -96,7 +96,8 @@ def mamba3(
             h // (H / G).
         C: as B.
         trap: [B, T, H], the weight of a token's own write before the sigmoid.
-        angles: [B, T, H, S] before tanh; S of 1..K/2 pairs of channels turn, the others stay.
+        angles: [B, T, H, S] before tanh, or [B, T, 1, S] for all heads, which takes less memory and time than the same
+            expanded; S of 1..K/2 pairs of channels turn, the others stay.
         D: [H] skip weights, or None; x's dtype or float32, as the next three.
         B_bias: added to B for each head, [H, K], with ``mimo_x`` [H, R, K], or None.
         C_bias: as B_bias.
@@ -346,8 +347,8 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
 
     x, initial, cu_seqlens = given.x, options.initial, options.cu_seqlens
     at = cu_seqlens, options.sp
-    step, share = given.dt.float(), given.trap.float().sigmoid()
-    eta, eta_first = following((1 - share) * step, *at)
+    gate, gamma, eta = kernels.steps(given.dt, given.A, given.trap)
+    eta, eta_first = following(eta, *at)
     start = None if initial is None else initial.angle / _TURN
     resets = None if cu_seqlens is None else begins(sizes.T, cu_seqlens, options.sp)
     turns, mine = kernels.turns(given.angles, given.dt, _with_tail(start, resets), resets)
@@ -356,10 +357,10 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
         more = arrived.sum.squeeze(1)
         until = None if arrived.tokens is None else arrived.tokens.sum()
     rows = kernels.rows(
-        given.B, given.C, given.B_bias, given.C_bias, turns, more, until, share * step, eta, given.D, options.pairwise
+        given.B, given.C, given.B_bias, given.C_bias, turns, more, until, gamma, eta, given.D, options.pairwise
     )
     y, ssm = diagonal(
-        rows.q, rows.k, x, step * given.A.float(), w=rows.w, scale=1.0,
+        rows.q, rows.k, x, gate, w=rows.w, scale=1.0,
         initial_state=_start(initial, eta_first, None), output_final_state=options.want_final, cu_seqlens=cu_seqlens,
         sp=options.sp, op="mamba3",
     )  # fmt: skip
@@ -432,10 +433,11 @@ def _check_shapes(
     check.check_tensor("C", C, tuple(B.shape), f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
     for name, each in (("dt", dt), ("A", A), ("trap", trap)):
         check.check_tensor(name, each, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)
-    check.check_tensor("angles", angles, None, "[B, T, H, S]", dtypes=params, device=x.device)
+    check.check_tensor("angles", angles, None, "[B, T, H or 1, S]", dtypes=params, device=x.device)
     S = angles.shape[-1]
-    if tuple(angles.shape[:3]) != (batch, T, H) or not 1 <= S <= K // 2:
-        check.fail("angles", f"shape [B, T, H, S] = [{batch}, {T}, {H}, S] with S of 1..{K // 2}", list(angles.shape))
+    if tuple(angles.shape[:3]) not in ((batch, T, H), (batch, T, 1)) or not 1 <= S <= K // 2:
+        wanted = f"shape [B, T, H or 1, S] = [{batch}, {T}, {H} or 1, S] with S of 1..{K // 2}"
+        check.fail("angles", wanted, list(angles.shape))
     if D is not None:
         check.check_tensor("D", D, (H,), "[H]", dtypes=params, device=x.device)
     shape, dims = ((H, K), "[H, K]") if mimo_x is None else ((H, R, K), "[H, R, K]")

@@ -1,6 +1,6 @@
 """Entry of Mamba-3's kernels: their launches, and what autograd sees of them.
 
-`turns` comes before the ranks exchange sums, `rows` after that, then the engine.
+`steps` and `turns` come before the ranks exchange weights and sums, `rows` after that, then the engine.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ import triton
 from flexsp.comm.derivatives import IN_PYTORCH, keep_for_backward, kept_for_backward, untransformed
 from flexsp.devices import check_heads
 from flexsp.kernels.mamba3 import rotations
+from flexsp.kernels.mamba3 import steps as of_steps
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
 
-__all__ = ["Rows", "rows", "turns"]
+__all__ = ["Rows", "rows", "steps", "turns"]
 
 _NAME = "the kernels of Mamba-3"
-_BYTES = 4096  # of a tile
+_BYTES = 4096  # of a tile of `rows_kernel`
 _CHANNELS = 128  # heads times angles, of a program that sums up
 _SHARED = 512  # where heads have their angles in common: a thread turns some heads by one
+_ADDED = 256  # where a warp adds up the gradients of these over heads
 _SEGMENT = 64  # tokens at least
 _SEGMENTS = 512  # at most
+_TOKENS = 2048  # times heads, of a program that makes gates
 _STEP = 8  # tokens whose numbers are loaded before the first is computed
 _HEADS = 8  # of a program of `rows_kernel` at most
-_STAGES = 1  # heads whose numbers are on their way while one is computed, and that one
+_STAGES = 3  # of `rows_kernel`: heads whose numbers are on their way while one is computed, and that one
+_PAIRS = 512  # times tokens, of a program of `rows_grad_kernel`, but no less than _LEAST_TOKENS of them
+_LEAST_TOKENS = 8  # there are sums of every program
+_OF_A_WARP = 256  # pairs times tokens: where one warp has them all, no warp waits for another one at every head's sums
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -64,11 +70,16 @@ class _Cut(NamedTuple):
         return self.T, self.n_seg, self.per_seg
 
     def walk(self, kernel: Any, tensors: Mapping[str, Tensor], strides: Sequence[int], **constants: bool) -> None:
-        BS = triton.next_power_of_2(self.S)
-        BH = max(1, min(triton.next_power_of_2(self.H), (_SHARED if constants.get("SHARED") else _CHANNELS) // BS))
+        added, shared = constants.get("ADDED"), constants.get("SHARED")
+        BS, BH = triton.next_power_of_2(self.S), self.heads(_ADDED if added else _SHARED if shared else _CHANNELS)
         tile = {"H": self.H, "S": self.S, "BH": BH, "BS": BS, "STEP": _STEP}
         grid = (-(-self.H // BH) * self.n_seg * self.batch, 1, 1)
-        run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, max(1, min(4, BH * BS // 32)))
+        warps = 1 if added else max(1, min(4, BH * BS // 32))
+        run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, warps)
+
+    def heads(self, channels: int) -> int:
+        """Of a tile of so many channels."""
+        return max(1, min(triton.next_power_of_2(self.H), channels // triton.next_power_of_2(self.S)))
 
     def scan(self, found: Mapping[str, Tensor], initial: Optional, packed: bool, reverse: bool) -> Tensor:
         """What enters the segments, [batch, n_seg, H, S]."""
@@ -90,8 +101,8 @@ class _Cut(NamedTuple):
         }
 
 
-def _cut(angles: Tensor) -> _Cut:
-    batch, T, H, S = angles.shape
+def _cut(angles: Tensor, dt: Tensor) -> _Cut:
+    (batch, T, H), S = dt.shape, angles.shape[3]
     least = max(_SEGMENT, -(-T // _SEGMENTS))
     return _Cut(batch, T, H, S, -(-least // _STEP) * _STEP)
 
@@ -103,19 +114,19 @@ def _given(angles: Tensor, dt: Tensor, resets: Optional) -> tuple[dict[str, Tens
 
 def _shared(angles: Tensor) -> bool:
     """Whether all heads have the same angles, in the same memory."""
-    return angles.stride(2) == 0
+    return angles.shape[2] == 1 or angles.stride(2) == 0
 
 
 class _Turns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
-        cut, packed = _cut(angles), resets is not None
+        cut, packed = _cut(angles, dt), resets is not None
         tensors, strides = _given(angles, dt, resets)
         found, how = cut.empty(dt), {"PACKED": packed, "INITIAL": packed and initial is not None}
         how["SHARED"] = _shared(angles)
         tensors["initial"] = dt if initial is None else initial
         cut.walk(sums.turn_sums_kernel, {**tensors, **found}, strides, **how)
-        turned = dt.new_empty(angles.shape, dtype=torch.float32)
+        turned = dt.new_empty(*dt.shape, cut.S, dtype=torch.float32)
         last = dt.new_zeros(cut.batch, cut.H, cut.S, dtype=torch.float32)
         tensors["enters"] = cut.scan(found, None if packed else initial, packed, reverse=False)
         cut.walk(sums.turns_kernel, {**tensors, "turns": turned, "last": last}, strides, **how)
@@ -127,21 +138,27 @@ class _Turns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dturns: Optional, dlast: Optional) -> tuple[Optional, ...]:
         angles, dt, resets = kept_for_backward(ctx, _NAME, dturns, dlast)
-        cut, packed = _cut(angles), resets is not None
+        cut, packed = _cut(angles, dt), resets is not None
         tensors, strides = _given(angles, dt, resets)
-        dturns = dt.new_zeros(angles.shape, dtype=torch.float32) if dturns is None else _dense(dturns).contiguous()
+        if dturns is None:
+            dturns = dt.new_zeros(*dt.shape, cut.S, dtype=torch.float32)
+        dturns = _dense(dturns).contiguous()
         dlast = None if dlast is None else _dense(dlast).contiguous()
         found = cut.empty(dt)
         cut.walk(
             sums.turn_grad_sums_kernel, {"dturns": dturns, "resets": tensors["resets"], **found}, (), PACKED=packed
         )  # fmt: skip
         tensors |= {"enters": cut.scan(found, dlast, packed, reverse=True), "dturns": dturns}
-        dangles = torch.empty_like(angles, memory_format=torch.contiguous_format)
+        added = angles.shape[2] < cut.H
+        blocks = -(-cut.H // cut.heads(_ADDED))
+        like = dt.new_empty(cut.batch, cut.T, blocks, cut.S, dtype=torch.float32) if added else angles
+        dangles = torch.empty_like(like, memory_format=torch.contiguous_format)
         ddt = dt.new_empty(dt.shape, dtype=torch.float32)
         dinitial = None if ctx.initial is None else dt.new_zeros(ctx.initial, dtype=torch.float32)
         tensors |= {"dangles": dangles, "ddt": ddt, "dinitial": ddt if dinitial is None else dinitial}
-        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles)}
+        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles), "ADDED": added}
         cut.walk(sums.turns_grad_kernel, tensors, strides, **how)
+        dangles = dangles.sum(2, keepdim=True).to(angles.dtype) if added else dangles
         return dangles, ddt.to(dt.dtype), dinitial, None
 
 
@@ -149,7 +166,7 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
     """Sums of 0.5 tanh(angles) dt up to each token, itself included, without whole turns.
 
     Args:
-        angles: [B, T, H, S], any strides.
+        angles: [B, T, H, S], or [B, T, 1, S] of all heads; any strides.
         dt: [B, T, H], any strides.
         initial: [N, H, S] in float32: what sums begin with, in turns; of sequences, or of documents, or None.
         resets: the document that begins with a token, or -1, [T] in int32; None for sequences.
@@ -159,9 +176,52 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
         in float64.
     """
     untransformed(_NAME, IN_PYTORCH)
-    batch, _, H, _ = angles.shape
+    batch, _, H = dt.shape
     check_heads("x", batch, H)
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
+    return found
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+
+
+def _run_steps(kernel: Any, tensors: Mapping[str, Tensor], strided: int) -> None:
+    """Of tensors [B, T, H], of which the first `strided` may have any strides."""
+    given = list(tensors.values())
+    batch, T, H = given[0].shape
+    BH = min(128, triton.next_power_of_2(H))
+    BT = max(1, _TOKENS // BH)
+    blocks = -(-T // BT)
+    numbers = [n for x in given[:strided] for n in x.stride()]
+    run(kernel, (batch * blocks, -(-H // BH), 1), tensors, (*numbers, T, blocks), {"H": H, "BT": BT, "BH": BH})
+
+
+class _Steps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dt: Tensor, A: Tensor, trap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, gamma, eta = (dt.new_empty(dt.shape, dtype=torch.float32) for _ in range(3))
+        made = {"gate": gate, "gamma": gamma, "eta": eta}
+        _run_steps(of_steps.steps_kernel, {"dt": dt, "A": A, "trap": trap, **made}, 3)
+        keep_for_backward(ctx, dt, A, trap)
+        ctx.set_materialize_grads(False)
+        return gate, gamma, eta
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Optional) -> tuple[Optional, ...]:
+        dt, A, trap = kept_for_backward(ctx, _NAME, *grads)
+        given = [dt.new_zeros(dt.shape, dtype=torch.float32) if g is None else _in_memory(g) for g in grads]
+        found = [x.new_empty(x.shape) for x in (dt, A, trap)]
+        names = "dt", "A", "trap", "dgate", "dgamma", "deta", "ddt", "dA", "dtrap"
+        tensors = dict(zip(names, (dt, A, trap, *given, *found), strict=True))
+        _run_steps(of_steps.steps_grad_kernel, tensors, 6)
+        return tuple(found)
+
+
+def steps(dt: Tensor, A: Tensor, trap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log gates dt A, and weights sigmoid(trap) dt and (1 - sigmoid(trap)) dt, of [B, T, H] with any strides: in
+    float32."""
+    untransformed(_NAME, IN_PYTORCH)
+    found: tuple[Tensor, Tensor, Tensor] = _Steps.apply(dt, A, trap)
     return found
 
 
@@ -181,20 +241,21 @@ class Rows(NamedTuple):
     w: Tensor
 
 
-def _tile(K: int, S: int, dtype: torch.dtype) -> tuple[int, int, bool]:
-    """Tokens and pairs of channels of a tile, and whether there are others beside it, of pairs that do not turn."""
-    pairs = triton.next_power_of_2(-(-K // 2))
-    still = pairs >= 2 * S
-    return max(1, min(64, _BYTES // (2 * pairs * dtype.itemsize))), pairs // 2 if still else pairs, still
-
-
-def _constants(given: dict[str, Optional], halves: bool) -> dict[str, Any]:
+def _constants(given: dict[str, Optional], halves: bool, backward: bool) -> dict[str, Any]:
+    """Of the kernels, with their tile: BT tokens and BP pairs of channels, and whether there are others beside it, of
+    pairs that do not turn."""
     B, turned = given["b"], given["turns"]
     assert B is not None and turned is not None
-    BT, BP, still = _tile(B.shape[3], turned.shape[3], B.dtype)
+    pairs = triton.next_power_of_2(-(-B.shape[3] // 2))
+    still = pairs >= 2 * turned.shape[3]
+    if backward:
+        BT = max(_LEAST_TOKENS, min(32, _PAIRS // pairs))
+    else:
+        BT = max(1, min(64, _BYTES // (2 * pairs * B.dtype.itemsize)))
+    BP = pairs // 2 if still else pairs
     return {
         "H": turned.shape[2], "G": B.shape[2], "K": B.shape[3], "S": turned.shape[3], "BT": BT, "BP": BP,
-        "STILL": still, "STAGES": _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
+        "STILL": still, "STAGES": 1 if backward else _STAGES, "HALVES": halves, "B_BIAS": given["b_bias"] is not None,
         "C_BIAS": given["c_bias"] is not None, "ARRIVED": given["arrived"] is not None,
         "PACKED": given["until"] is not None,
     }  # fmt: skip
@@ -221,7 +282,7 @@ class _Rows(torch.autograd.Function):
         B, C, turned = (given[name] for name in ("b", "c", "turns"))
         assert B is not None and C is not None and turned is not None
         (batch, T, H), K = turned.shape[:3], B.shape[3]
-        constants = _constants(given, halves)
+        constants = _constants(given, halves, False)
         heads = _divisor(H // B.shape[2], _HEADS)
         constants |= {"SKIP": d is not None, "HEADS": heads}
         q, k = B.new_empty(batch, T, H, K), B.new_empty(batch, T, H, K)
@@ -254,7 +315,8 @@ def _cotangents(own: Tensor, B: Tensor, grads: Sequence[Optional]) -> tuple[Tens
 
 def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool) -> dict[str, Optional]:
     """Gradients of the tensors of `_ROWS`."""
-    constants = _constants(given, halves)
+    constants = _constants(given, halves, True)
+    warps = max(1, min(4, constants["BT"] * constants["BP"] // _OF_A_WARP))
     tensors = _pointers(given)
     B, C, (batch, T, H, S) = tensors["b"], tensors["c"], tensors["turns"].shape
     G, K = B.shape[2:]
@@ -270,7 +332,7 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
     for turns in (False, True) if constants["STILL"] else (True,):
         run(
             rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
-            (*B.stride()[:3], *C.stride()[:3], T, blocks), constants | {"TURNS": turns},
+            (*B.stride()[:3], *C.stride()[:3], T, blocks), constants | {"TURNS": turns}, warps,
         )  # fmt: skip
     found: dict[str, Optional] = {name: made[f"d{name}"] for name in ("b", "c", "turns")}
     found["gamma"], found["eta"] = made["dweights"].unbind(-1)

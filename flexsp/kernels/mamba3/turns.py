@@ -220,10 +220,10 @@ def turn_grad_sums_kernel(
 def turns_grad_kernel(
     angles, dt, resets, enters, dturns, dangles, ddt, dinitial, a_sb, a_st, a_sh, a_ss, d_sb, d_st, d_sh, T,
     n_seg, per_seg, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, STEP: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, SHARED: tl.constexpr, ADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dangles [batch, T, H, S], ddt [batch, T, H] in fp32, and what sums began with, dinitial [batch, H, S], or with
-    PACKED of the documents that begin here."""
+    PACKED of the documents that begin here. ADDED: dangles [batch, T, blocks, S] are sums over each block of heads."""
     begin(PDL)
     b, seg, h, s, valid = _place(n_seg, H, S, BH, BS)
     angles, given = _angles(angles + b * a_sb, h, s, a_sh, a_ss, valid, S, SHARED)
@@ -250,8 +250,14 @@ def turns_grad_kernel(
             back = 0.5 * total.to(tl.float32)
             slope = tanh_of(rows[j].to(tl.float32))
             found = back * (1.0 - slope * slope) * steps[j].to(tl.float32)[:, None]
-            found = found.to(dangles.dtype.element_ty)
-            tl.store(dangles + (b * T + t) * (H * S) + channel, found, mask=valid & (t < T))
+            if ADDED:
+                found = tl.sum(tl.where(valid, found, 0.0), axis=0)
+                block = tl.program_id(0) % ((H + BH - 1) // BH)
+                at = dangles + ((b * T + t) * ((H + BH - 1) // BH) + block) * S + s
+                tl.store(at, found.to(dangles.dtype.element_ty), mask=(s < S) & (t < T))
+            else:
+                found = found.to(dangles.dtype.element_ty)
+                tl.store(dangles + (b * T + t) * (H * S) + channel, found, mask=valid & (t < T))
             of_step = tl.sum(tl.where(valid & (t < T), back * slope, 0.0), axis=1)  # all lanes round products
             tl.store(ddt + (b * T + t) * H + h, of_step, mask=(h < H) & (t < T))
             if PACKED:

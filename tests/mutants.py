@@ -40,7 +40,8 @@ _LEFT_OUT = (
 # Files in Gluon whose barriers stand between plain accesses to shared memory, or behind a wait for copies, where Triton
 # puts one if there is none: without them the machine code has no race. Needed are those behind products.
 _PUT_BY_TRITON = tuple(
-    f"flexsp/kernels/{name}.py" for name in ("gluon", "delta/hopper_channels", "delta/hopper_wy_transform")
+    f"flexsp/kernels/{name}.py"
+    for name in ("gluon", "delta/hopper_gates", "delta/hopper_channels", "delta/hopper_wy_transform")
 )
 _NOT_IN_COPIES = tuple(f"tests/test_{name}.py" for name in ("bench_documents", "mutations", "package", "wheel"))
 """They need the whole tree."""

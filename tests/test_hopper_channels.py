@@ -181,14 +181,14 @@ class Kernels:
         from tests.harness.gluon_in_torch import Kernel
 
         kernel, chosen = Kernel("delta/hopper_channels.py", name), self.sizes.setdefault(name, {})
-        choose = kernel.names["_to_middle"]
+        choose = kernel.names["to_middle"]
 
         def to_middle(*args: Any) -> Any:
             answer, (program, row, _) = choose(*args), kernel.program
             chosen.setdefault((program * len(self.call.chunks) // programs, row), []).append(int(answer[0]))
             return answer
 
-        kernel.names["_to_middle"] = to_middle
+        kernel.names["to_middle"] = to_middle
         given = [self.given[x] for x in ("q", "k", "g", "beta")]
         strides = [n for x in given for n in x.stride()[:3]]
         kernel[programs, self.rows](
@@ -215,8 +215,8 @@ class Kernels:
         gain = torch.full((self.rows, n), 60.0 if call.errors else 0.0)
         given = [left[x] for x in ("do", "dv", "v_new", "entering", "leaving")]
         self._launch(
-            "channel_grads", n * self.tiles, [*given, skipped, gain, self.norms, *made.values()], *given[0].stride()[:3],
-            call.tokens, call.H, n, SCALE, V=call.V,
+            "channel_grads", n * self.tiles, [*given, skipped, gain, self.norms, *made.values()],
+            *given[0].stride()[:3], call.tokens, call.H, n, SCALE, V=call.V,
         )  # fmt: skip
         return made | {"dbeta": made["dbeta"].sum(0)}
 
@@ -265,7 +265,8 @@ CALLS = {
     "errors": Call("mild", (CHUNK, CHUNK), 128, 64, errors=True),
     "any keys": Call("mild", (CHUNK, CHUNK), 128, 64, 100, H=2, group=2, norm=True),
     "any keys, packed": Call("tiles differ", (CHUNK, BLOCK), 128, documents=(70, 0, 1, 30), H=2, norm=True),
-    "any keys, growth": Call("growth", (CHUNK,), norm=True), "any keys, errors": Call("mild", (CHUNK,), errors=True, norm=True),
+    "any keys, growth": Call("growth", (CHUNK,), norm=True),
+    "any keys, errors": Call("mild", (CHUNK,), errors=True, norm=True),
     "errors, strong": Call("strong", (BLOCK,), T=50, errors=True),
 }  # fmt: skip
 

@@ -270,7 +270,7 @@ class Kernel:
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.groups: list[list[tuple[Tensor, Tensor]]] = []
         self.names = self._names()
-        for path in (_KERNELS / "gluon.py", _KERNELS / file):
+        for path in (_KERNELS / "gluon.py", _KERNELS / "delta/hopper_gates.py", _KERNELS / file):
             tree = ast.fix_missing_locations(_InPyTorch().visit(ast.parse(path.read_text())))
             exec(compile(tree, path, "exec"), self.names)
         self.kernel = self.names[name]

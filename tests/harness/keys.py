@@ -250,7 +250,8 @@ def inverse_of_alike(
     inputs = k, k, torch.zeros(C, K, device=device), beta
     strides, sizes = (*(C * K, K, K) * 3, C, 1, 1), {"K": K, "C": C, "PACKED": False, "GROUP": 1, "PDL": False}
     if gluon:
-        made, how = (*square, *rows, numbers, numbers, k), {"GROWTH": False, "num_warps": 8, "maxnreg": 128}
+        made, how = (*square, *rows, numbers, numbers, numbers, k), {"num_warps": 8, "maxnreg": 128}
+        how |= {"GROWTH": False, "NORM": False}
         hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, **how)
         hopper_wy_transform.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
     else:

@@ -20,6 +20,27 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
+from flexsp.kernels.delta.hopper_gates import (
+    BLOCK,
+    CHANNELS,
+    IN_PARTS,
+    LEVELS,
+    PARTS,
+    WIDTH,
+    by_part,
+    by_token,
+    copy_gates,
+    larger,
+    read_gates,
+    room_for,
+    sum_before,
+    sum_beside,
+    sum_of,
+    summed,
+    to_edge,
+    to_edge_of_parts,
+    to_middle,
+)
 from flexsp.kernels.gluon import (
     arrived,
     begin,
@@ -33,18 +54,10 @@ from flexsp.kernels.gluon import (
     visible,
 )
 from flexsp.kernels.keys_in_pytorch import EPS
-from flexsp.kernels.primitives import GATE_MIN, LOG2E
+from flexsp.kernels.primitives import GATE_MIN
 
 __all__ = ["channel_grads", "channel_scores"]
 
-_SMALL = gl.constexpr(104.0)  # log2: what such factors multiply neither overflows nor vanishes
-_GROWTH = gl.constexpr(10.0)
-_LEVELS = gl.constexpr(6)  # log2 of the tokens of a chunk
-_BLOCK = gl.constexpr(4)  # log2 of those of a smaller block that has one middle
-_PART = gl.constexpr(3)  # log2 of those that a thread has
-_ROWS = gl.constexpr(1 << _PART.value)
-_PARTS = gl.constexpr(8)  # of the tokens; a warp has one
-_N = gl.constexpr(64)  # channels
 _WARPS = gl.constexpr(8)
 _EPS = gl.constexpr(EPS)
 _BITS = "{ .reg .pred p, q; .reg .b32 t, u; setp.eq.u32 p, $1, N; setp.eq.u32 q, $2, N;" \
@@ -54,177 +67,7 @@ _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _TOTALS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 _SUMS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-_CHANNELS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
-_IN_PARTS = gl.constexpr(gl.BlockedLayout([1, 8, 2], [1, 1, 32], [8, 1, 1], [2, 1, 0]))
 _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-
-
-@gluon.constexpr_function
-def _in_blocks(size):
-    """As `_IN_PARTS` of [8, 8, 64], of [8, 8 / size, size, 64]."""
-    return gl.BlockedLayout([1, 8 // size, size, 2], [1, 1, 1, 32], [8, 1, 1, 1], [3, 2, 1, 0])
-
-
-@gluon.jit
-def _add(x, y):
-    return x + y
-
-
-@gluon.jit
-def _larger(x, y):
-    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _places(stride):
-    """Offsets of a tile [64, 64] whose rows are `stride` apart."""
-    rows = gl.arange(0, 64, gl.SliceLayout(1, _CHANNELS))
-    columns = gl.arange(0, 64, gl.SliceLayout(0, _CHANNELS))
-    return rows[:, None] * stride + columns[None, :]
-
-
-@gluon.jit
-def _by_part(x):
-    """x [64, 64] as [8, 8, 64]."""
-    return gl.convert_layout(gl.reshape(x, [_PARTS, _ROWS, _N]), _IN_PARTS, assert_trivial=True)
-
-
-@gluon.jit
-def _by_token(x):
-    """x [8, 8, 64] as [64, 64]."""
-    return gl.convert_layout(gl.reshape(x, [_PARTS * _ROWS, _N]), _CHANNELS, assert_trivial=True)
-
-
-@gluon.constexpr_function
-def _vectors(kind):
-    """Layout of a tile [64, 64] in memory, 16 bytes a thread."""
-    width = 128 // kind.primitive_bitwidth
-    return gl.BlockedLayout([1, width], [width // 2, 64 // width], [8, 1], [1, 0])
-
-
-@gluon.jit
-def _room(kind: gl.constexpr):
-    """Room for gates [64, 64]."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(128 // kind.primitive_bitwidth, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(kind, [64, 64], layout)
-
-
-@gluon.jit
-def _copy_gates(to, base, length, stride):
-    """Gates as they are given on their way to shared memory, zero from row `length` on."""
-    L: gl.constexpr = _vectors(to.dtype)
-    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
-    at = rows[:, None] * stride + gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
-    async_copy.async_copy_global_to_shared(to, base + at, (rows < length)[:, None])
-
-
-@gluon.jit
-def _gates(tile):
-    """Gates [8, 8, 64] in log2 from shared memory; NaN stays."""
-    gate = tile.load(_CHANNELS).to(gl.float32)
-    return _by_part(gl.where(gate < GATE_MIN, GATE_MIN, gate) * LOG2E)
-
-
-@gluon.jit
-def _summed(x):
-    """Of x [8, 8, 64]: sums in each part until each token, and of parts [8, 64]."""
-    return gl.associative_scan(x, 1, _add), gl.sum(x, axis=1)
-
-
-@gluon.jit
-def _parts():
-    """The number of a part, [8, 1]."""
-    return gl.arange(0, _PARTS, gl.SliceLayout(1, gl.SliceLayout(1, _IN_PARTS)))[:, None]
-
-
-@gluon.jit
-def _part(totals, n: gl.constexpr):
-    """[1, 64]: of numbers of parts [8, 64] in shared memory those of part n. They are loaded where they are needed:
-    registers would not hold them."""
-    return totals.slice(n, 1, dim=0).load(gl.SliceLayout(1, _IN_PARTS))
-
-
-@gluon.jit
-def _all(totals, COUNT: gl.constexpr):
-    """[1, 64]: the sum of the first COUNT parts."""
-    found = _part(totals, 0)
-    for n in gl.static_range(1, COUNT):
-        found += _part(totals, n)
-    return found
-
-
-@gluon.jit
-def _before(totals):
-    """[8, 64]: the sum of the parts before each."""
-    found = gl.zeros([_PARTS, _N], gl.float32, gl.SliceLayout(1, _IN_PARTS))
-    for n in gl.static_range(_PARTS - 1):
-        found += gl.where(_parts() > n, _part(totals, n), 0.0)
-    return found
-
-
-@gluon.jit
-def _beside(totals, LEVEL):
-    """[8, 64]: for each part the sum of others of its block of 2^LEVEL tokens: of an odd block of those before it, of
-    an even one of those behind it."""
-    own = _parts() >> (LEVEL - _PART)
-    found = gl.zeros([_PARTS, _N], gl.float32, gl.SliceLayout(1, _IN_PARTS))
-    for n in gl.static_range(_PARTS):
-        counts = ((own & 1 == 1) & (_parts() > n)) | ((own & 1 == 0) & (_parts() < n))
-        found += gl.where(counts & (own == n >> (LEVEL - _PART)), _part(totals, n), 0.0)
-    return found
-
-
-@gluon.jit
-def _within_part(gate, LEVEL: gl.constexpr):
-    """As `_to_edge`, of gates [8, 8, 64] of tokens, for blocks of which a thread has several."""
-    SIZE: gl.constexpr = 1 << LEVEL
-    L: gl.constexpr = _in_blocks(SIZE)
-    x = gl.convert_layout(gl.reshape(gate, [_PARTS, _ROWS // SIZE, SIZE, _N]), L, assert_trivial=True)
-    until = gl.associative_scan(x, 2, _add)
-    block = gl.arange(0, _ROWS // SIZE, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    found = gl.where((block & 1)[None, :, None, None] == 1, until, gl.sum(x, axis=2)[:, :, None, :] - until)
-    return gl.convert_layout(gl.reshape(found, [_PARTS, _ROWS, _N]), _IN_PARTS, assert_trivial=True)
-
-
-@gluon.jit
-def _to_edge(inside, sums, totals, LEVEL):
-    """Gates [8, 8, 64] between each token and the edge at which its block of 2^LEVEL tokens meets that beside it: those
-    of an odd block from its start to the token, those of an even one from behind the token to the end.
-
-    inside, sums: as `_summed`; totals: sums, in shared memory.
-    """
-    odd = ((_parts() >> (LEVEL - _PART)) & 1)[:, None, :] == 1
-    return gl.where(odd, inside, sums[:, None, :] - inside) + _beside(totals, LEVEL)[:, None, :]
-
-
-@gluon.jit
-def _between(gate, totals, level):
-    """As `_to_edge`, of gates [8, 8, 64] of tokens, for blocks of any level."""
-    inside, sums = _summed(gate)
-    if level == 0:
-        found = _within_part(gate, 0)
-    elif level == 1:
-        found = _within_part(gate, 1)
-    elif level == 2:
-        found = _within_part(gate, 2)
-    else:
-        found = _to_edge(inside, sums, totals, level)
-    return found
-
-
-@gluon.jit
-def _to_middle(inside, sums, totals):
-    """log2 of how many tokens a block has for which its middle serves, and gates [8, 8, 64] from there to each
-    token."""
-    half, before = _all(totals, _PARTS // 2), _before(totals)
-    of_chunk, of_block = before - half, gl.where(_parts() & 1 == 1, 0.0, -sums)
-    x = inside + of_chunk[:, None, :]
-    grown = gl.where((_parts() < _PARTS // 2)[:, None, :], -x, x) <= _GROWTH
-    fits = (gl.abs(x) <= _SMALL) & grown & (inside + before[:, None, :] <= _GROWTH) & (half >= -_SMALL)[:, None, :]
-    unfit = (~fits).to(gl.int32) + ((~(gl.abs(inside + of_block[:, None, :]) <= _SMALL)).to(gl.int32) << 16)
-    unfit = gl.sum(gl.sum(gl.sum(unfit, axis=1), axis=1), axis=0)
-    size = gl.where((unfit & 0xFFFF) == 0, _LEVELS, gl.where(unfit >> 16 == 0, _BLOCK, 0))
-    return size, gl.where(size == 0, 0.0, inside + gl.where(size == _LEVELS, of_chunk, of_block)[:, None, :])
 
 
 @gluon.jit
@@ -259,7 +102,7 @@ def _levels_of_pairs():
     j = gl.arange(0, 64, gl.SliceLayout(0, _PRODUCTS))[None, :]
     apart = i ^ j
     found = gl.where(apart > 0, 0, -1)
-    for level in gl.static_range(1, _LEVELS):
+    for level in gl.static_range(1, LEVELS):
         found += gl.where(apart >> level > 0, 1, 0)
     return shared(gl.where(i < j, found + 8, found).to(gl.float32))
 
@@ -283,7 +126,7 @@ def _inverse_norms(base, length, stride, K: gl.constexpr):
 @gluon.jit
 def _multiply(tile, factors):
     """Rows of a tile [64, 64] in shared memory by numbers [64, 1], laid out `by_row`; not seen by other threads yet."""
-    L: gl.constexpr = by_row(_N, _WARPS)
+    L: gl.constexpr = by_row(WIDTH, _WARPS)
     tile.store((tile.load(L).to(gl.float32) * factors).to(gl.bfloat16))
 
 
@@ -291,10 +134,10 @@ def _multiply(tile, factors):
 def _scores_at(found, levels, qs, ks, qe, ke, gates, level):
     """`found`, scores and above the diagonal pairs of keys, with those of the tokens that meet at a level. levels: of
     pairs; gates: to the edges where blocks meet."""
-    e = power(_by_token(gates))
+    e = power(by_token(gates))
     gl.thread_barrier()  # all warps have waited for products that read what is written over
-    qe.store((qs.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
-    ke.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+    qe.store((qs.load(CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+    ke.store((ks.load(CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
     visible()
     turned = ke.permute((1, 0))
     of_keys, of_queries, found = warpgroup_mma_wait(0, [_product(ke, turned), _product(qe, turned), found])
@@ -317,14 +160,14 @@ def channel_scores(
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * gl.num_programs(0) + c
-    TILES: gl.constexpr = K // _N
+    TILES: gl.constexpr = K // WIDTH
     q += b * q_sb + h // GROUP * q_sh + start * q_st
     k += b * k_sb + h // GROUP * k_sh + start * k_st
     g += b * g_sb + h * g_sh + start * g_st
-    qs, ks = tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
-    qe, ke = tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
-    gates = _room(g.dtype.element_ty)
-    totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS)
+    qs, ks = tiles(1, C, WIDTH).index(0), tiles(1, C, WIDTH).index(0)
+    qe, ke = tiles(1, C, WIDTH).index(0), tiles(1, C, WIDTH).index(0)
+    gates = room_for(g.dtype.element_ty)
+    totals = gl.allocate_shared_memory(gl.float32, [PARTS, WIDTH], _TOTALS)
     rows = gl.arange(0, C, _TOKENS)
     given_beta = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
     steps = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, given_beta.to(gl.float32))
@@ -341,53 +184,53 @@ def channel_scores(
     for n in range(TILES):
         zero = gl.minimum(length + n, 0) * 16  # addresses of rows that depend on it are not kept in registers
         gl.thread_barrier()  # all warps have read what is written over
-        _copy_gates(gates, g + n * _N, length, g_st + zero)
-        copy(ks, k + n * _N, length, C, _N, k_st + zero, _WARPS)
-        copy(qs, q + n * _N, length, C, _N, q_st + zero, _WARPS)
+        copy_gates(gates, g + n * WIDTH, length, g_st + zero)
+        copy(ks, k + n * WIDTH, length, C, WIDTH, k_st + zero, _WARPS)
+        copy(qs, q + n * WIDTH, length, C, WIDTH, q_st + zero, _WARPS)
         async_copy.commit_group()
         arrived(0)
         if NORM:  # before the barrier below
-            _multiply(qs, of_query.load(gl.SliceLayout(1, by_row(_N, _WARPS)))[:, None])
-            _multiply(ks, of_key.load(gl.SliceLayout(1, by_row(_N, _WARPS)))[:, None])
-        gate = _gates(gates)
+            _multiply(qs, of_query.load(gl.SliceLayout(1, by_row(WIDTH, _WARPS)))[:, None])
+            _multiply(ks, of_key.load(gl.SliceLayout(1, by_row(WIDTH, _WARPS)))[:, None])
+        gate = read_gates(gates)
         if GROWTH:
-            largest = _larger(largest, gl.reduce(gl.reduce(_by_token(gate), 1, _larger), 0, _larger))
-        inside, sums = _summed(gate)
+            largest = larger(largest, gl.reduce(gl.reduce(by_token(gate), 1, larger), 0, larger))
+        inside, sums = summed(gate)
         totals.store(sums)
         gl.thread_barrier()  # sums of other parts are read below
-        size, x = _to_middle(inside, sums, totals)
-        x = _by_token(x)
-        qe.store((ks.load(_CHANNELS).to(gl.float32) * power(-x)).to(gl.bfloat16))
-        ke.store((ks.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+        size, x = to_middle(inside, sums, totals)
+        x = by_token(x)
+        qe.store((ks.load(CHANNELS).to(gl.float32) * power(-x)).to(gl.bfloat16))
+        ke.store((ks.load(CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
         visible()
         product, found = warpgroup_mma_wait(0, [_product(qe, ke.permute((1, 0))), found])
         meets = levels.load(_PRODUCTS).to(gl.float32)
         found += gl.where((meets >= 8) & (meets < size + 8), product, 0.0)
         gl.thread_barrier()  # all warps have waited for the product that reads ke
-        ke.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+        ke.store((qs.load(CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
         visible()
         product, found = warpgroup_mma_wait(0, [_product(ke, qe.permute((1, 0))), found])
         found += gl.where(levels.load(_PRODUCTS).to(gl.float32) < size, product, 0.0)
-        if size < _LEVELS:
-            for level in range(gl.where(size == 0, 0, _BLOCK), _BLOCK):
-                found = _scores_at(found, levels, qs, ks, qe, ke, _between(_gates(gates), totals, level), level)
-            inside, sums = _summed(_gates(gates))
-            for level in gl.static_range(_BLOCK, _LEVELS):
-                found = _scores_at(found, levels, qs, ks, qe, ke, _to_edge(inside, sums, totals, level), level)
-        inside, sums = _summed(_gates(gates))
+        if size < LEVELS:
+            for level in range(gl.where(size == 0, 0, BLOCK), BLOCK):
+                found = _scores_at(found, levels, qs, ks, qe, ke, to_edge(read_gates(gates), totals, level), level)
+            inside, sums = summed(read_gates(gates))
+            for level in gl.static_range(BLOCK, LEVELS):
+                found = _scores_at(found, levels, qs, ks, qe, ke, to_edge_of_parts(inside, sums, totals, level), level)
+        inside, sums = summed(read_gates(gates))
         gl.thread_barrier()  # all warps have waited for products that read what is written over
-        e = power(_by_token(inside + _before(totals)[:, None, :]))
-        qs.store((qs.load(_CHANNELS).to(gl.float32) * (e * scale)).to(gl.bfloat16))  # a thread's own numbers
-        ke.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
-        e = power(_by_token((sums + _beside(totals, _LEVELS))[:, None, :] - inside))
-        e = e * steps.load(gl.SliceLayout(1, _CHANNELS))[:, None]
-        ks.store((ks.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
-        columns = gl.arange(0, _N, gl.SliceLayout(0, gl.SliceLayout(1, _IN_PARTS)))[None, :]
-        gl.store(decay + at * K + n * _N + columns, power(_all(totals, _PARTS)))
+        e = power(by_token(inside + sum_before(totals)[:, None, :]))
+        qs.store((qs.load(CHANNELS).to(gl.float32) * (e * scale)).to(gl.bfloat16))  # a thread's own numbers
+        ke.store((ks.load(CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+        e = power(by_token((sums + sum_beside(totals, LEVELS))[:, None, :] - inside))
+        e = e * steps.load(gl.SliceLayout(1, CHANNELS))[:, None]
+        ks.store((ks.load(CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+        columns = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, IN_PARTS)))[None, :]
+        gl.store(decay + at * K + n * WIDTH + columns, power(sum_of(totals, PARTS)))
         gl.thread_barrier()  # rows in memory are other threads' numbers
-        store(reads + at * C * K + n * _N, qs.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
-        store(w + at * C * K + n * _N, ke.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
-        store(writes + at * C * K + n * _N, ks.load(by_row(_N, _WARPS)), C, C, _N, K, _WARPS)
+        store(reads + at * C * K + n * WIDTH, qs.load(by_row(WIDTH, _WARPS)), C, C, WIDTH, K, _WARPS)
+        store(w + at * C * K + n * WIDTH, ke.load(by_row(WIDTH, _WARPS)), C, C, WIDTH, K, _WARPS)
+        store(writes + at * C * K + n * WIDTH, ks.load(by_row(WIDTH, _WARPS)), C, C, WIDTH, K, _WARPS)
     meets = levels.load(_PRODUCTS).to(gl.float32)
     if GROWTH:
         L: gl.constexpr = by_row(K, _WARPS)
@@ -450,13 +293,13 @@ def _grads_at(
 ):  # fmt: skip
     """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens
     do that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
-    e = power(_by_token(gates))
-    odd = (gl.arange(0, 64, gl.SliceLayout(1, _CHANNELS)) >> LEVEL) & 1 == 1
-    step = gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, _CHANNELS)))[:, None]
+    e = power(by_token(gates))
+    odd = (gl.arange(0, 64, gl.SliceLayout(1, CHANNELS)) >> LEVEL) & 1 == 1
+    step = gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, CHANNELS)))[:, None]
     gl.thread_barrier()  # all warps have read what is written over, and waited for products that do
     es.store(e.to(gl.bfloat16))
-    qe.store((qs.load(_CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
-    ke.store((ks.load(_CHANNELS).to(gl.float32) * e * step).to(gl.bfloat16))
+    qe.store((qs.load(CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
+    ke.store((ks.load(CHANNELS).to(gl.float32) * e * step).to(gl.bfloat16))
     gl.thread_barrier()  # so that masks of pairs are not made beside what is above: registers
     _choose(chosen, scores, pairs, count, LEVEL, True)
     visible()
@@ -489,27 +332,27 @@ def channel_grads(
     their norms, which are as `channel_scores` left them; dq and dk are of what that gives.
     """
     begin(PDL)
-    TILES: gl.constexpr = K // _N
+    TILES: gl.constexpr = K // WIDTH
     c, tile, row = gl.program_id(0) // TILES, gl.program_id(0) % TILES, gl.program_id(1).to(gl.int64)
     at = row * n_chunks + c
     if gl.load(skipped + at) != 0:
         return
-    k0 = tile * _N
-    L: gl.constexpr = by_row(_N, _WARPS)
+    k0 = tile * WIDTH
+    L: gl.constexpr = by_row(WIDTH, _WARPS)
     b = row // H
     h = row % H
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
-    S, dS = tiles(1, V, _N).index(0), tiles(1, V, _N).index(0)
-    qs, ks = tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
+    S, dS = tiles(1, V, WIDTH).index(0), tiles(1, V, WIDTH).index(0)
+    qs, ks = tiles(1, C, WIDTH).index(0), tiles(1, C, WIDTH).index(0)
     copy(of_o, do + b * do_sb + h * do_sh + start * do_st, length, C, V, do_st, _WARPS)
     copy(of_y, dv + ((b * T + start) * H + h) * V, length, C, V, H * V, _WARPS)
     copy(N, v_new + at * V * C, V, V, C, C, _WARPS)
     async_copy.commit_group()
-    copy(S, entering + at * V * K + k0, V, V, _N, K, _WARPS)
-    copy(dS, leaving + at * V * K + k0, V, V, _N, K, _WARPS)
-    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, _N, q_st, _WARPS)
-    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, _N, k_st, _WARPS)
+    copy(S, entering + at * V * K + k0, V, V, WIDTH, K, _WARPS)
+    copy(dS, leaving + at * V * K + k0, V, V, WIDTH, K, _WARPS)
+    copy(qs, q + b * q_sb + h // GROUP * q_sh + start * q_st + k0, length, C, WIDTH, q_st, _WARPS)
+    copy(ks, k + b * k_sb + h // GROUP * k_sh + start * k_st + k0, length, C, WIDTH, k_st, _WARPS)
     async_copy.commit_group()
     rows = gl.arange(0, C, _TOKENS)
     given_beta = gl.load(beta + b * beta_sb + h * beta_sh + (start + rows) * beta_st, mask=rows < length, other=0.0)
@@ -519,8 +362,8 @@ def channel_grads(
     of_scores, of_pairs = warpgroup_mma_wait(0, [_product(of_o, N), _product(of_y, N)])
     i = gl.arange(0, C, gl.SliceLayout(1, _PRODUCTS))
     j = gl.arange(0, C, gl.SliceLayout(0, _PRODUCTS))
-    # Twice the place of a token and whether its dbeta is of errors; -1 where there is no token. In shared memory, not in
-    # registers until the end. No memory holds keys of 2^30 tokens.
+    # Twice the place of a token and whether its dbeta is of errors; -1 where there is no token. It is in shared memory,
+    # not in registers until the end. No GPU's memory holds keys of 2^30 tokens.
     token = (((b * T + start + rows) * H + h) * 2).to(gl.int32)
     part = gl.zeros([1], gl.int64, _TOKENS) + tile.to(gl.int64) * (gl.num_programs(1) * T)  # of dbeta
     part = gl.allocate_shared_memory(gl.int64, [1], _NUMBERS, part)
@@ -553,25 +396,25 @@ def channel_grads(
     N._keep_alive()
     S._keep_alive()
     dS._keep_alive()
-    gates = _room(g.dtype.element_ty)  # before there is no room
-    _copy_gates(gates, g + b * g_sb + h * g_sh + start * g_st + k0, length, g_st)
+    gates = room_for(g.dtype.element_ty)  # before there is no room
+    copy_gates(gates, g + b * g_sb + h * g_sh + start * g_st + k0, length, g_st)
     async_copy.commit_group()
     if NORM:  # before the barriers below
         at_rows = (chunk.load(gl.SliceLayout(1, L)).to(gl.int64) * C + gl.arange(0, C, gl.SliceLayout(1, L)))[:, None]
         _multiply(qs, gl.load(norms + at_rows))
         _multiply(ks, gl.load(norms + gl.num_programs(1).to(gl.int64) * n_chunks * C + at_rows))
     arrived(0)
-    inside, sums = _summed(_gates(gates))
-    totals = gl.allocate_shared_memory(gl.float32, [_PARTS, _N], _TOTALS, sums)
-    factors = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS)  # made as gates lie, read as products lie
+    inside, sums = summed(read_gates(gates))
+    totals = gl.allocate_shared_memory(gl.float32, [PARTS, WIDTH], _TOTALS, sums)
+    factors = gl.allocate_shared_memory(gl.float32, [C, WIDTH], _SUMS)  # made as gates lie, read as products lie
     gl.thread_barrier()  # sums of other parts are read below
-    factors.store(power(_by_token(inside + _before(totals)[:, None, :])))
-    edge = gl.allocate_shared_memory(gl.float32, [1, _N], _TOTALS, power(_all(totals, _PARTS)))
+    factors.store(power(by_token(inside + sum_before(totals)[:, None, :])))
+    edge = gl.allocate_shared_memory(gl.float32, [1, WIDTH], _TOTALS, power(sum_of(totals, PARTS)))
     gl.thread_barrier()  # factors are other threads'
     to_q = to_q * factors.load(_PRODUCTS) * (scale * unit)
     to_k = to_k * factors.load(_PRODUCTS) * -unit
     gl.thread_barrier()  # all have read the factors
-    factors.store(power(_by_token((sums + _beside(totals, _LEVELS))[:, None, :] - inside)))
+    factors.store(power(by_token((sums + sum_beside(totals, LEVELS))[:, None, :] - inside)))
     gl.thread_barrier()  # and here they are others
     to_p = to_p * factors.load(_PRODUCTS) * unit
     of_gates = to_q * _read(qs) + to_k * _read(ks)
@@ -585,17 +428,17 @@ def channel_grads(
     gl.thread_barrier()  # all have read the chunk's decay
     edge.store(gl.sum(kept, axis=0)[None, :])  # what passes the whole chunk, and all that its tokens write
 
-    inside, sums = _summed(_gates(gates))
-    block, x = _to_middle(inside, sums, totals)
-    x = _by_token(x)
-    es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, _N).index(0), tiles(1, C, _N).index(0)
-    pe, chosen = tiles(1, C, _N).index(0), tiles(2, C, _N)
+    inside, sums = summed(read_gates(gates))
+    block, x = to_middle(inside, sums, totals)
+    x = by_token(x)
+    es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, WIDTH).index(0), tiles(1, C, WIDTH).index(0)
+    pe, chosen = tiles(1, C, WIDTH).index(0), tiles(2, C, WIDTH)
     count = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, gl.arange(0, C, _TOKENS))
     gl.thread_barrier()  # `_choose` reads it
-    qe.store((qs.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
-    ke.store((ks.load(_CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
-    own_beta = steps.load(gl.SliceLayout(1, _CHANNELS))[:, None]
-    pe.store((ks.load(_CHANNELS).to(gl.float32) * power(-x) * own_beta).to(gl.bfloat16))
+    qe.store((qs.load(CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+    ke.store((ks.load(CHANNELS).to(gl.float32) * power(x)).to(gl.bfloat16))
+    own_beta = steps.load(gl.SliceLayout(1, CHANNELS))[:, None]
+    pe.store((ks.load(CHANNELS).to(gl.float32) * power(-x) * own_beta).to(gl.bfloat16))
     _choose(chosen, scores, pairs, count, block, False)
     visible()
     # Operands are rounded once, and gradients of gates are made of what products had: what pairs add to these cancels.
@@ -612,34 +455,36 @@ def channel_grads(
     found = found * _read(fs)
     to_k += found * steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
     to_beta += _row_sums(found * _read(ks))
-    if block < _LEVELS:
+    if block < LEVELS:
         both = shared(pairs.load(_PRODUCTS) + pairs.permute((1, 0)).load(_PRODUCTS))
-        for level in range(gl.where(block == 0, 0, _BLOCK), _LEVELS):
+        for level in range(gl.where(block == 0, 0, BLOCK), LEVELS):
             to_q, to_k, to_beta, of_gates = _grads_at(
                 to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, both, chosen, steps, count,
-                _between(_gates(gates), totals, level), level,
+                to_edge(read_gates(gates), totals, level), level,
             )  # fmt: skip
     to_beta = gl.sum(gl.sum(to_beta, axis=2), axis=1)
     place = places.load(to_beta.type.layout)
-    gl.store(dbeta + part.load(to_beta.type.layout) + (place >> 1), to_beta * sizes.load(to_beta.type.layout), mask=(place >= 0) & (place & 1 == 0))
+    to_beta = to_beta * sizes.load(to_beta.type.layout)
+    here = (place >= 0) & (place & 1 == 0)
+    gl.store(dbeta + part.load(to_beta.type.layout) + (place >> 1), to_beta, mask=here)
     gl.thread_barrier()  # all warps have read what is written over
     size = sizes.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
     qs.store((to_q * size).to(gl.bfloat16))
     ks.store((to_k * size).to(gl.bfloat16))
-    last = gl.allocate_shared_memory(gl.float32, [C, _N], _SUMS, of_gates)
+    last = gl.allocate_shared_memory(gl.float32, [C, WIDTH], _SUMS, of_gates)
     gl.thread_barrier()
     place = places.load(gl.SliceLayout(1, L))[:, None] >> 1
-    to = place.to(gl.int64) * K + k0 + gl.arange(0, _N, gl.SliceLayout(0, L))[None, :]
+    to = place.to(gl.int64) * K + k0 + gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :]
     gl.store(dq + to, qs.load(L), mask=place >= 0)
     gl.store(dk + to, ks.load(L), mask=place >= 0)
-    of_gates = _by_part(last.load(_CHANNELS))
-    inside, sums = _summed(of_gates)
+    of_gates = by_part(last.load(CHANNELS))
+    inside, sums = summed(of_gates)
     totals.store(sums)
     gl.thread_barrier()
-    found = of_gates + ((sums + _beside(totals, _LEVELS))[:, None, :] - inside)  # of the token and those behind it
-    found = _by_token(found + edge.load(gl.SliceLayout(1, _IN_PARTS))[:, None, :])
-    found *= sizes.load(gl.SliceLayout(1, _CHANNELS))[:, None]
-    closed = gates.load(_CHANNELS).to(gl.float32) < GATE_MIN
-    place = places.load(gl.SliceLayout(1, _CHANNELS))[:, None] >> 1
-    to = place.to(gl.int64) * K + k0 + gl.arange(0, _N, gl.SliceLayout(0, _CHANNELS))[None, :]
+    found = of_gates + ((sums + sum_beside(totals, LEVELS))[:, None, :] - inside)  # of the token and those behind it
+    found = by_token(found + edge.load(gl.SliceLayout(1, IN_PARTS))[:, None, :])
+    found *= sizes.load(gl.SliceLayout(1, CHANNELS))[:, None]
+    closed = gates.load(CHANNELS).to(gl.float32) < GATE_MIN
+    place = places.load(gl.SliceLayout(1, CHANNELS))[:, None] >> 1
+    to = place.to(gl.int64) * K + k0 + gl.arange(0, WIDTH, gl.SliceLayout(0, CHANNELS))[None, :]
     gl.store(dg + to, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=place >= 0)

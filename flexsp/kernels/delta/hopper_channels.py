@@ -7,8 +7,9 @@ the edge between an odd block and the even one before it: a token has one factor
 positive. A product is of the whole chunk, and of it the pairs that meet are taken. Every pair meets once.
 
 Channels are taken 64 at a time. A thread of the eight warps has eight tokens of two channels, so gates are summed in
-registers, in blocks of up to eight tokens. Registers are scarce: `channel_scores` has 128, so that a multiprocessor has
-two blocks. So what can be had from shared memory again is not kept, and in the gradients products follow each other.
+registers, in blocks of up to eight tokens. Registers are scarce: either kernel has 128, so that a multiprocessor has
+two blocks. So what can be had from shared memory again is not kept, not even places in memory; in the gradients levels
+are a loop, of which the compiler takes nothing out, and products follow each other.
 """
 
 from __future__ import annotations
@@ -288,23 +289,22 @@ def _column_sums(x):
 
 @gluon.jit
 def _grads_at(
-    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, count, gates,
-    LEVEL,
+    to_q, to_k, to_beta, of_gates, qs, ks, qe, ke, es, scores, pairs, chosen, steps, count, gates, level
 ):  # fmt: skip
     """Adds to the gradients of queries, keys and steps, and to what those of gates are summed of, what pairs of tokens
     do that meet at a level. gates: to the edges where blocks meet; pairs: symmetric; chosen: room for two tiles."""
     e = power(by_token(gates))
-    odd = (gl.arange(0, 64, gl.SliceLayout(1, CHANNELS)) >> LEVEL) & 1 == 1
+    odd = (gl.arange(0, 64, gl.SliceLayout(1, CHANNELS)) >> level) & 1 == 1
     step = gl.where(odd, 1.0, steps.load(gl.SliceLayout(1, CHANNELS)))[:, None]
     gl.thread_barrier()  # all warps have read what is written over, and waited for products that do
     es.store(e.to(gl.bfloat16))
     qe.store((qs.load(CHANNELS).to(gl.float32) * e).to(gl.bfloat16))
     ke.store((ks.load(CHANNELS).to(gl.float32) * e * step).to(gl.bfloat16))
     gl.thread_barrier()  # so that masks of pairs are not made beside what is above: registers
-    _choose(chosen, scores, pairs, count, LEVEL, True)
+    _choose(chosen, scores, pairs, count, level, True)
     visible()
     scores, pairs = chosen.index(0), chosen.index(1)
-    odd = ((gl.arange(0, 64, gl.SliceLayout(1, _PRODUCTS)) >> LEVEL) & 1 == 1)[:, None]
+    odd = ((gl.arange(0, 64, gl.SliceLayout(1, _PRODUCTS)) >> level) & 1 == 1)[:, None]
     # One product after the other: registers do not hold more. Of even tokens there are no queries.
     found, to_q, of_gates = warpgroup_mma_wait(0, [_product(scores, ke), to_q, of_gates])
     to_q += found * _read(es)

@@ -163,6 +163,7 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.scan.relay._ToRight": lambda sp: of_variant("saturating", sp, torch.float64),
     "flexsp.kernels.keys._UnitKeys": lambda sp: of_keys(),
     "flexsp.kernels.raw_gates._Activated": lambda sp: of_raw_gates(),
+    "flexsp.kernels.mamba3.op._Steps": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),

@@ -325,8 +325,8 @@ KERNELS = [
     ),
     *_in(
         "flexsp/compiler/backend/exact.py",
-        (', *token_at("exact_i")]\n    return make_walk', "]\n    return make_walk", "the gradient of a token is taken at the one before",
-         _REPEATED + "[own]"),
+        (', *token_at("exact_i")]\n    return make_walk', "]\n    return make_walk", "the gradient of a token is taken at the one before", _REPEATED + "[own]"),
+        ('"        tl.debug_barrier()  # all', '"        # all', "a row is read while it is written over", _REPEATED + "[own]"),
     ),
     *_in(
         "flexsp/compiler/backend/by_token.py",

@@ -52,7 +52,7 @@ CASES = {
     "product, generated": [Keys("product", 4, T=36, bounds=(0, 33, 36), **LESS)],
     "rwkv7": [RWKV7("rwkv7", 1, T=40, bounds=(0, 4, 4, 40), **LESS), RWKV7("rwkv7", 1, 1.0, T=70, gate=0.002, **LESS)],
     "rwkv7, heads": [RWKV7("rwkv7", 4, 1.9, T=44, H=2, **LESS), RWKV7("rwkv7", 1, 1.9, T=70, **LESS)],
-    "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS)],
+    "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS), Own("own", 4, T=12, V=64, generated=True)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
     "short documents": [

@@ -199,6 +199,7 @@ def _store(emitter: Emitter, body: Body, sums: _Sums, name: str, x: Value) -> No
         emitter.lines += [
             f"{made} = {text}", f"if B{layout.cols} < {layout.cols}:", "    if v0 > 0:",
             f"        {made} += tl.load({place}, mask={mask}, other=0.0)",
+            "        tl.debug_barrier()  # all threads that hold a number have read it before one writes over it",
             f"    tl.store({place}, {made}, mask={mask})",
         ]  # fmt: skip
         sums.rows.append(size)

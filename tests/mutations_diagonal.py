@@ -121,7 +121,7 @@ DIAGONAL = [
          "tests/test_ssd.py::test_steps_of_zero"),
         ("written / _positive(step)) * slope", "written / _positive(step))", "the gradient of dt without softplus's",
          _SSD),
-        ("valid & ~(step * slow < GATE_MIN)", "valid", "gates that are clamped have a gradient",
+        ("valid & ~(step * slow <= GATE_MIN)", "valid", "gates that are clamped have a gradient",
          "tests/test_ssd.py::test_gates_that_are_clamped"),
         ("tl.where((step < least) | (step > most), 0.0, slope)", "slope", "steps beyond their limits have a gradient",
          "tests/test_ssd.py::test_limits_of_steps"),

@@ -408,7 +408,7 @@ def channel_grads(
     part = load_rows(dwrites + at * ROWS * K, K, C, k0, C, K, COLS).to(tl.float32) * e
     to_g += _exact_sums(_ones(blocks, 2, C), kc * beta_c[:, None] * part, DOT, PREC)
     gate = load_rows(g, g_st, length, k0, C, K, COLS).to(tl.float32)
-    store_rows(dg + to, tl.where(gate < GATE_MIN, 0.0, to_g), H * K, length, k0, C, K, COLS)
+    store_rows(dg + to, tl.where(gate <= GATE_MIN, 0.0, to_g), H * K, length, k0, C, K, COLS)
     written += sum_over(part * kc, 1)
     store_rows(dk + to, to_k + part * beta_c[:, None], H * K, length, k0, C, K, COLS)
     at_token = ((tl.program_id(2) * (tl.num_programs(1) // H) + b) * T + start + i) * H + h

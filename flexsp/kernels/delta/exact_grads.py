@@ -144,7 +144,7 @@ def _chunk(
             of_gate += tl.where(index == i, sum_over(of_query, 0), 0.0)
         if GATED == CHANNEL:
             behind += of_query - key * (a + read)
-            found = tl.where(_row(g, n, g_st, rows, K, True) < GATE_MIN, 0.0, behind)
+            found = tl.where(_row(g, n, g_st, rows, K, True) <= GATE_MIN, 0.0, behind)
             tl.store(dg + ((b * T + n) * H + h) * K + rows, found.to(dg.dtype.element_ty), mask=rows < K)
     zeros = tl.zeros([C], tl.float32)
     for tile in tl.static_range(TILES):

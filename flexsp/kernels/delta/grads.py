@@ -142,4 +142,4 @@ def reduce_gate_grads(
         inside = there[:, None] & (h < H)
         given = tl.load(g + b * g_sb + token * g_st + h * g_sh, mask=inside, other=0.0).to(tl.float32)
         to = (b * (T // STEPS) + token) * H + h
-        tl.store(dg + to, tl.where(given < GATE_MIN, 0.0, gate).to(dg.dtype.element_ty), mask=inside)
+        tl.store(dg + to, tl.where(given <= GATE_MIN, 0.0, gate).to(dg.dtype.element_ty), mask=inside)

@@ -484,7 +484,7 @@ def channel_grads(
     found = of_gates + ((sums + sum_beside(totals, LEVELS))[:, None, :] - inside)  # of the token and those behind it
     found = by_token(found + edge.load(gl.SliceLayout(1, IN_PARTS))[:, None, :])
     found *= sizes.load(gl.SliceLayout(1, CHANNELS))[:, None]
-    closed = gates.load(CHANNELS).to(gl.float32) < GATE_MIN
+    closed = gates.load(CHANNELS).to(gl.float32) <= GATE_MIN
     place = places.load(gl.SliceLayout(1, CHANNELS))[:, None] >> 1
     to = place.to(gl.int64) * K + k0 + gl.arange(0, WIDTH, gl.SliceLayout(0, CHANNELS))[None, :]
     gl.store(dg + to, gl.where(closed, 0.0, found).to(dg.dtype.element_ty), mask=place >= 0)

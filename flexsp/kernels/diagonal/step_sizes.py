@@ -91,7 +91,7 @@ def step_grads_kernel(
         if STEPS:
             at = dt + start * dt_st
             step, slope = _step(at, bias, h, i, length, dt_st, least, most, BIAS, SOFTPLUS, LIMITED)
-            open_ = valid & ~(step * slow < GATE_MIN)  # a gate that is clamped has no gradient
+            open_ = valid & ~(step * slow <= GATE_MIN)  # a gate that is clamped has no gradient
             of_gate = tl.load(dg + row.to(tl.int64) * T + start + i, mask=open_, other=0.0)
             written = tl.zeros([C], tl.float32)
             for n in tl.static_range(PARTS):

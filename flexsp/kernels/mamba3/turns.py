@@ -250,15 +250,16 @@ def turns_grad_kernel(
             back = 0.5 * total.to(tl.float32)
             slope = tanh_of(rows[j].to(tl.float32))
             found = back * (1.0 - slope * slope) * steps[j].to(tl.float32)[:, None]
+            # Whatever the sizes, these sums have a condition: so all lanes round products before they add.
             if ADDED:
-                found = tl.sum(tl.where(valid, found, 0.0), axis=0)
+                found = tl.sum(tl.where(valid & (t < T), found, 0.0), axis=0)
                 block = tl.program_id(0) % ((H + BH - 1) // BH)
                 at = dangles + ((b * T + t) * ((H + BH - 1) // BH) + block) * S + s
                 tl.store(at, found.to(dangles.dtype.element_ty), mask=(s < S) & (t < T))
             else:
                 found = found.to(dangles.dtype.element_ty)
                 tl.store(dangles + (b * T + t) * (H * S) + channel, found, mask=valid & (t < T))
-            of_step = tl.sum(tl.where(valid & (t < T), back * slope, 0.0), axis=1)  # all lanes round products
+            of_step = tl.sum(tl.where(valid & (t < T), back * slope, 0.0), axis=1)
             tl.store(ddt + (b * T + t) * H + h, of_step, mask=(h < H) & (t < T))
             if PACKED:
                 if INITIAL:

@@ -33,7 +33,9 @@ _HEADS = 8  # of a program of `rows_kernel` at most
 _STAGES = 3  # of `rows_kernel`: heads whose numbers are on their way while one is computed, and that one
 _PAIRS = 512  # times tokens, of a program of `rows_grad_kernel`, but no less than _LEAST_TOKENS of them
 _LEAST_TOKENS = 8  # there are sums of every program
-_OF_A_WARP = 256  # pairs times tokens: where one warp has them all, no warp waits for another one at every head's sums
+# Pairs times tokens: where one warp has them all, no warp waits for another one at every head's sums. Of more tokens than
+# _LEAST_TOKENS its registers hold half as many.
+_OF_A_WARP = 256
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -316,7 +318,8 @@ def _cotangents(own: Tensor, B: Tensor, grads: Sequence[Optional]) -> tuple[Tens
 def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, halves: bool) -> dict[str, Optional]:
     """Gradients of the tensors of `_ROWS`."""
     constants = _constants(given, halves, True)
-    warps = max(1, min(4, constants["BT"] * constants["BP"] // _OF_A_WARP))
+    of_a_warp = _OF_A_WARP if constants["BT"] == _LEAST_TOKENS else _OF_A_WARP // 2
+    warps = max(1, min(4, constants["BT"] * constants["BP"] // of_a_warp))
     tensors = _pointers(given)
     B, C, (batch, T, H, S) = tensors["b"], tensors["c"], tensors["turns"].shape
     G, K = B.shape[2:]

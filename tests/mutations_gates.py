@@ -24,6 +24,7 @@ _MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
 _MAMBA3_ROW = "tests/test_mamba3_kernels.py::test_kernels[one row, documents]"
 _MAMBA3_PARTS = "tests/test_mamba3_kernels.py::test_parts"
+_TOKENS = "tests/test_hopper_delta.py::test_against_the_token_loop"
 _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
@@ -320,6 +321,8 @@ GATES = [
     ),
     *_in(
         "flexsp/kernels/mamba3/turns.py",
+        ("tl.where(valid & (t < T), found, 0.0)", "tl.where(valid, found, 0.0)", "lanes round sums of heads apart",
+         "tests/test_mamba3_kernels.py::test_what_the_interpreter_cannot_show[one row of angles, few heads]"),
         ("total = tl.where(closed[j] != 0, 0.0, total)", "pass", "sums go on from segment to segment across documents",
          _MAMBA3_KERNELS),
         ("return tl.where(document >= 0, start, total)", "return tl.where(document >= 0, 0.0, total)",
@@ -341,7 +344,22 @@ GATES = [
          _MAMBA3_KERNELS),
     ),
     *_in(
+        "flexsp/kernels/delta/grads.py",
+        ("given <= GATE_MIN", "given < GATE_MIN", "the least gate has a gradient", _TOKENS + "[gated]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact_grads.py",
+        ("True) <= GATE_MIN", "True) < GATE_MIN", "the least gate of channels has a gradient",
+         _TOKENS + "[channels, alike]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_channels.py",
+        ("to(gl.float32) <= GATE_MIN", "to(gl.float32) < GATE_MIN", "the least gate of channels has a gradient",
+         "tests/test_hopper_channels.py::test_against_float64[one is closed]"),
+    ),
+    *_in(
         "flexsp/kernels/mamba3/rotations.py",
+        ("going, mask=p < S", "going, mask=p <= S", "a head writes where the next one does", _MAMBA3_PARTS),
         ("sign = 1.0 - 2.0 * tl.abs(half)", "sign = 1.0", "half a turn turns nothing", _MAMBA3_PARTS),
         ("tl.where((t < until)[:, None]", "tl.where((t <= until)[:, None]",
          "what arrives reaches the next document", _MAMBA3_OVER),

@@ -33,8 +33,8 @@ _HEADS = 8  # of a program of `rows_kernel` at most
 _STAGES = 3  # of `rows_kernel`: heads whose numbers are on their way while one is computed, and that one
 _PAIRS = 512  # times tokens, of a program of `rows_grad_kernel`, but no less than _LEAST_TOKENS of them
 _LEAST_TOKENS = 8  # there are sums of every program
-# Pairs times tokens: where one warp has them all, no warp waits for another one at every head's sums. Of more tokens than
-# _LEAST_TOKENS its registers hold half as many.
+# Pairs times tokens: where one warp has them all, no warp waits for another one at every head's sums. Of more tokens
+# than _LEAST_TOKENS its registers hold half as many.
 _OF_A_WARP = 256
 
 Tensor = torch.Tensor

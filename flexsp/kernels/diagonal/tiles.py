@@ -124,7 +124,9 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
     wide_v = min(bv, 128 if bk <= 128 else 64)
     walk_warps = 8 if wide_v > 64 or bk * wide_v >= 128 * 128 else 4
     output = Tile(bk, wide_v, walk_warps, 3 if bk <= 128 else 2)
-    summarize = Tile(min(bk, 128), min(bv, 128), 8 if min(bk, bv) >= 128 else 4, 4)
+    # Of wide values all columns at once, so that keys are read once.
+    wide = Tile(128, 256, 8, 3) if bk >= 128 and bv == 256 else None
+    summarize = wide or Tile(min(bk, 128), min(bv, 128), 8 if min(bk, bv) >= 128 else 4, 4)
     if bk <= 128 and bv <= 128:
         warps = 8 if bk * bv >= 64 * 128 else 4
         # Two narrow tiles of dq share a multiprocessor, where one of 8 warps would have it alone.

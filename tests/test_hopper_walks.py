@@ -81,7 +81,9 @@ def errors(sp: Any, seed: int, kind: str, B: int, T: int, K: int, V: int, packed
     from tests.harness.gluon_in_torch import install
 
     install()
-    assert choose(torch.bfloat16, K, ColumnBlocks.of(V).width, gluon=True).hopper, "Triton walks states of these sizes"
+    gated = kind not in ("none", "weights alone", "a gate a head")
+    tiles = choose(torch.bfloat16, K, ColumnBlocks.of(V).width, gluon=True, gated=gated)
+    assert tiles.hopper, "Triton walks states of these sizes"
     torch.manual_seed(seed)
     cu_seqlens = torch.tensor(BOUNDS) if packed else None
     x = inputs(kind, B, T, K, V, len(BOUNDS) - 1 if packed else B)
@@ -107,11 +109,13 @@ CALLS = {
     "weights alone": ("weights alone", 1, 160, 256, 128, True),
     "a gate a head": ("a gate a head", 2, 63, 128, 256, False),
     "two halves": ("gates", 2, 70, 128, 512, False), "two halves, packed": ("weights", 1, 160, 256, 500, True),
+    "128": ("gates", 1, 160, 128, 128, True), "128, write gates": ("write gates", 2, 70, 128, 128, False),
+    "128, Mamba-2": ("mamba2", 1, 130, 128, 128, False),
     "one token": ("gates", 2, 1, 256, 256, False), "large": ("gates", 1, 160, 256, 256, True),
 }  # fmt: skip
 
 
-QUICK = "gates", "Mamba-2", "write gates", "two halves"
+QUICK = "gates", "Mamba-2", "write gates", "two halves", "128"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])

@@ -57,8 +57,9 @@ class _ScalarDecay(Lowering):
         if not self.serves(code, looks):
             return None
         K, V = given.shapes["q"][-1], given.shapes["v"][-1]
-        tiling = tiling_of(given.dtype, given.B, given.T, given.H, K, V, n_docs, of_device(given.device))
         program, dq_first = code.program, last_in_backward_chain(sp)
+        sizes = given.B, given.T, given.H, K, V, n_docs
+        tiling = tiling_of(given.dtype, *sizes, of_device(given.device), gated=_gate(program) == "g")
         description, scale = program.description(given.dtype, n_docs > 0), program.meta.numbers["scale"]
         return DiagonalPlan(
             tiling, given.dtype, _gate(program), scale, initial, returns_final, dq_first, description,

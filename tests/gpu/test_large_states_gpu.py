@@ -15,7 +15,7 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.problems import check, draw, solve_all
 from tests.gpu.judge import CUDA
 
-SIZES = [(256, 256), (256, 128), (128, 256)]
+SIZES = [(256, 256), (256, 128), (128, 256), (128, 128)]
 DOCUMENTS = (61, 0, 64, 1, 260, 77, 0)
 BF16 = torch.bfloat16
 

@@ -38,7 +38,7 @@ class Diagonal(Engine):
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
-        return make_tiling(q, v, asked.n_docs)
+        return make_tiling(q, v, asked.n_docs, self.gate == "g")
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
@@ -75,7 +75,7 @@ class Ssd(Engine):
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
-        return make_tiling(q, v, asked.n_docs)
+        return make_tiling(q, v, asked.n_docs, gated=True)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
         from flexsp.kernels.diagonal.ssd_plan import SsdPlan

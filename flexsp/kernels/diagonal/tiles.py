@@ -87,9 +87,10 @@ def _block(n: int, smallest: int) -> int:
 
 def choose(
     dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False, shared: bool = False,
-    gluon: bool = False,
+    gluon: bool = False, gated: bool = False,
 ) -> Tiles:  # fmt: skip
-    """Tiles for inputs of `dtype` and head sizes K, V in 1..256; `shared` where heads share keys.
+    """Tiles for inputs of `dtype` and head sizes K, V in 1..256; `shared` where heads share keys, `gated` where tokens
+    have gates.
 
     bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles (tf32, tf32x3), which take twice the shared memory.
     Where documents are packed, each sets the state anew: in tensor memory no release of Triton pipelines that.
@@ -100,17 +101,18 @@ def choose(
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
     if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device, bk // 32 if V > 1 else 1)
-    if gluon and device.wide_products and not device.tensor_memory and _is_large(K, V):
+    if gluon and device.wide_products and not device.tensor_memory and _in_gluon(K, V, gated):
         found = replace(found, hopper=True, dq=_HOPPER, dk=_HOPPER, dv=_HOPPER)
     if V == 1:  # queries in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
     return _one_stage(found) if packed and device.tensor_memory else found
 
 
-def _is_large(K: int, V: int) -> bool:
-    """Whether states are walked in Gluon. Smaller ones leave Triton's walks enough registers and shared memory. K and V
-    may be symbolic, which have no hash."""
-    return (K == 256 and (V == 128 or V == 256)) or (K == 128 and V == 256)  # noqa: PLR1714
+def _in_gluon(K: int, V: int, gated: bool) -> bool:
+    """Whether states are walked in Gluon. Smaller ones leave Triton's walks enough registers and shared memory, those
+    of 128 x 128 unless there are gradients of gates. K and V may be symbolic, which have no hash."""
+    large = (K == 256 and (V == 128 or V == 256)) or (K == 128 and V == 256)  # noqa: PLR1714
+    return large or (gated and K == 128 and V == 128)
 
 
 def _one_stage(tiles: Tiles) -> Tiles:
@@ -122,7 +124,9 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
     wide_v = min(bv, 128 if bk <= 128 else 64)
     walk_warps = 8 if wide_v > 64 or bk * wide_v >= 128 * 128 else 4
     output = Tile(bk, wide_v, walk_warps, 3 if bk <= 128 else 2)
-    summarize = Tile(min(bk, 128), min(bv, 128), 8 if min(bk, bv) >= 128 else 4, 4)
+    # Of wide values all columns at once, so that keys are read once.
+    wide = Tile(128, 256, 8, 3) if bk >= 128 and bv == 256 else None
+    summarize = wide or Tile(min(bk, 128), min(bv, 128), 8 if min(bk, bv) >= 128 else 4, 4)
     if bk <= 128 and bv <= 128:
         warps = 8 if bk * bv >= 64 * 128 else 4
         # Two narrow tiles of dq share a multiprocessor, where one of 8 warps would have it alone.
@@ -165,10 +169,10 @@ def _single_tiles(bk: int, bv: int) -> Tiles:
 def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tiles]]:
     """Every distinct choice for a GPU with one (dtype, K, V) that leads to it."""
     seen: dict[Tiles, tuple[torch.dtype, int, int, Tiles]] = {}
-    flags = itertools.product((False, True), (False, True))
+    flags = itertools.product((False, True), (False, True), (False, True))
     sizes = itertools.product(flags, (torch.bfloat16, torch.float32), (64, 128, 256), (1, 16, 64, 128, 256))
-    for (shared, gluon), dtype, K, V in sizes:
-        tiles = choose(dtype, K, V, device, shared=shared, gluon=gluon)
+    for (shared, gluon, gated), dtype, K, V in sizes:
+        tiles = choose(dtype, K, V, device, shared=shared, gluon=gluon, gated=gated)
         seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())
 

@@ -74,7 +74,7 @@ def test_other_dtypes_are_still_refused() -> None:
 DECODED: dict[str, Any] = {
     "simple_gla": ("simple_gla", "g"), "gla": ("gla", "g"), "rwkv6": ("rwkv6", "w"), "rwkv7": ("rwkv7", "w"),
     "hgrn": ("hgrn", "g"), "hgrn2": ("hgrn2", "g"), "delta_rule": ("delta_rule", ""), "kda_in_kernel": ("kda", ""),
-    "gated_delta_rule": ("gated_delta_rule", ""),
+    "gated_delta_rule": ("gated_delta_rule", ""), "gdn2_in_kernel": ("gdn2", ""),
 }  # fmt: skip
 
 

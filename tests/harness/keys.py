@@ -139,7 +139,7 @@ class Keys:
         if self.B > 1:
             given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
         if self.name not in ("delta", "own"):
-            gates = (self.K,) if self.name in ("kda", "rwkv7") else ()
+            gates = (self.K,) if self.name in ("kda", "rwkv7", "gdn2") else ()
             given["g"] = -self.gate * torch.rand(1, self.T, self.H, *gates, generator=draw)
         return self.named(given) | {"initial_state": normal(docs, self.H, self.K, self.V)}
 

@@ -51,9 +51,7 @@ class Heads(NamedTuple):
 
 
 @check.once
-def check_heads(
-    q: Tensor, k: Tensor, v: Tensor, beta: Optional, g: Optional, steps: int, by_channel: bool
-) -> Heads:
+def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Optional, g: Optional, steps: int, by_channel: bool) -> Heads:
     """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V] and, unless they are None, beta
     [B, T n, HV] and g [B, T, HV] or [B, T, HV, K]."""
     B, T, H, K = check.check_first("q", q, "[B, T, H, K]")
@@ -160,22 +158,26 @@ def prepared(
     check.check_flag("allow_neg_eigval", allow_neg_eigval)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         check.fail("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel", True)
-    gates = log_gates(g, q, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    check_raw_gates(use_gate_in_kernel, A_log, dt_bias)
     tokens = {"q": q, "k": k, "v": v, "beta": beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
-    return heads._replace(norm=norm), tokens if gates is None else tokens | {"g": gates}
+    if g is not None:
+        tokens["g"] = log_gates(g, q, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    return heads._replace(norm=norm), tokens
 
 
-def log_gates(
-    g: Optional, like: Tensor, use_gate_in_kernel: bool, A_log: Optional, dt_bias: Optional, lower_bound: float | None
-) -> Optional:  # fmt: skip
-    """The natural-log gates of an op's arguments, whose shapes have been checked; None for g of None."""
+def check_raw_gates(use_gate_in_kernel: bool, A_log: Optional, dt_bias: Optional) -> None:
+    """That there are no arguments for raw gates where gates are none."""
     check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
     if not use_gate_in_kernel:
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 check.fail(name, "None without use_gate_in_kernel", "a tensor")
-    if g is None:
-        return None
+
+
+def log_gates(
+    g: Tensor, like: Tensor, use_gate_in_kernel: bool, A_log: Optional, dt_bias: Optional, lower_bound: float | None
+) -> Tensor:  # fmt: skip
+    """The natural-log gates of an op's arguments, whose shapes have been checked."""
     if use_gate_in_kernel:
         return activated(g, like, A_log, dt_bias, lower_bound)
     check.check_non_positive("g", g, "natural-log gates <= 0")

@@ -121,9 +121,7 @@ def recurrent_gdn2(
         >>> o, state = recurrent_gdn2(q, k, v, g, b, w, output_final_state=True)
     """
     _delta.check_safe_gates(g, use_gate_in_kernel, False, lower_bound)
-    heads, x = _prepared(
-        q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound
-    )
+    heads, x = _prepared(q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     call = programs.Call(initial_state, output_final_state, state_v_first)
     initial = programs.initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, None, q)
     decay = programs.clamped(x["g"], q).exp()
@@ -149,6 +147,7 @@ def _prepared(
     for, and log gates."""
     heads = _checked(q, k, v, g, b, w)
     check.check_flag("use_qk_l2norm_in_kernel", norm)
+    _delta.check_raw_gates(use_gate_in_kernel, A_log, dt_bias)
     gates = _delta.log_gates(g, q, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     q, k = _delta.keys(q, k, heads._replace(norm=norm))
     return heads, {"q": q, "k": k, "v": v, "erase": b, "write": w, "g": gates}

@@ -176,6 +176,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         ops.chunk_gated_delta_product, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
         {**COMMON, **NORM, "num_householder": "size"}, {"num_householder": 1},
     ),
+    "delta product with gates of channels": (
+        ops.chunk_gated_delta_product, {**DELTA, "g": -torch.rand(B, T, H, K)}, {}, {"num_householder": 1},
+    ),
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, "z": torch.rand(B, T, H, V), **PACKED},
         {"output_final_state": "flag", "dt_softplus": "flag", "sp": "sp", "state_v_first": "flag",

@@ -46,6 +46,9 @@ CASES = {
     "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=4, group=2, B=2),
             Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
+    "kda product": [Keys("kda product", 1, T=36, bounds=(0, 33, 36)),
+                    Keys("kda product", 1, T=20, K=32, H=4, group=2, B=2)],
+    "kda product, generated": [Keys("kda product", 4, T=36, bounds=(0, 33, 36), **LESS)],
     "delta, generated": [Keys("delta", 4, 1.9, T=67, H=2, V=17, **LESS)],
     "gated, generated": [Keys("gated", 1, T=40, bounds=(0, 4, 4, 40), **LESS)],
     "kda, generated": [Keys("kda", 1, 1.9, T=40, **LESS)],
@@ -64,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("what", quick(CASES, *NAMES, *GENERATED))
+@pytest.mark.parametrize("what", quick(CASES, *NAMES, "kda product", *GENERATED))
 def test_against_token_loops(what: str, seed: int) -> None:
     (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=INTERPRETED)
     assert not found, found

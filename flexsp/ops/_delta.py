@@ -221,7 +221,8 @@ def run(
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not on_engine:
         tokens = tokens | {"g": clamped(tokens["g"], q)}
-    apart = steps > 1 and not on_engine
+    # Kernels for gates of channels have a token's key, query and gate in one row.
+    apart = steps > 1 and (not on_engine or name == "vector_gated_delta")
     if apart:
         tokens = tokens | _by_key(tokens, steps)
     if name == "deltanet":
@@ -244,7 +245,8 @@ def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     at its first."""
     found = {"q": F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2)}
     if "g" in tokens:
-        found["g"] = F.pad(tokens["g"].unsqueeze(2), (0, 0, 0, steps - 1)).flatten(1, 2)
+        g = tokens["g"]
+        found["g"] = F.pad(g.unsqueeze(2), (*(0, 0) * (g.dim() - 2), 0, steps - 1)).flatten(1, 2)
     return found
 
 

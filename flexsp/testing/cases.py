@@ -180,6 +180,9 @@ PROGRAM_CASES: dict[str, Case] = {
     "gated_delta_product": _gated_case(
         _product_op, oracle=_product_oracle, make=partial(_delta, groups=2, gate="head", steps=2)
     ),
+    "kda_product": _gated_case(
+        _product_op, oracle=_product_oracle, make=partial(_delta, groups=2, gate="channel", steps=2)
+    ),
 }  # fmt: skip
 """Ops that call a program of `flexsp.variants`. Those of `CASES` call the engine for scalar decays."""
 

@@ -83,8 +83,6 @@ KERNELS = [
         "flexsp/ops/_delta.py",
         ('q, k = keys(tokens["q"], tokens["k"], heads)', 'q, k = tokens["q"], tokens["k"]',
          "decoding takes the keys of each head to be there", _SHARED),
-        (' or name == "vector_gated_delta")', ")", "gates of channels have a row for each token of several keys",
-         "tests/test_reflections.py::test_against_token_loops[kda product]"),
         ("    if not on_engine:\n        tokens = tokens | dict", "    if True:\n        tokens = tokens | dict",
          "keys are repeated before an engine", _GROUPS),
     ),

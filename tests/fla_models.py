@@ -126,6 +126,14 @@ def kda(
 
 
 @_without_state
+def gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, use_qk_l2norm_in_kernel: bool
+) -> Tensor:  # fmt: skip
+    assert use_qk_l2norm_in_kernel
+    return _reference("gdn2", "naive_recurrent_gdn2")(l2_normed(q), l2_normed(k), v, g, b, w)[0]
+
+
+@_without_state
 def gated_delta_product(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, num_householder: int, use_qk_l2norm_in_kernel: bool
 ) -> Tensor:
@@ -158,6 +166,7 @@ _OPERATORS: dict[str, dict[str, Op]] = {
     "delta_net": {"chunk_delta_rule": delta_rule, "fused_recurrent_delta_rule": delta_rule},
     "gated_deltanet": dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), gated_delta_rule),
     "kda": {"chunk_kda": kda, "fused_recurrent_kda": kda},
+    "gdn2": {"chunk_gdn2": gdn2, "fused_recurrent_gdn2": gdn2},
     "gated_deltaproduct": {"chunk_gated_delta_product": gated_delta_product},
     "multiscale_retention": {"chunk_retention": retention, "fused_recurrent_retention": retention},
     "simple_gla": {"chunk_simple_gla": simple_gla, "fused_recurrent_simple_gla": simple_gla},
@@ -226,6 +235,8 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "KimiDeltaAttention",
         {**_HEADS, "safe_gate": True, "lower_bound": -4.0, "allow_neg_eigval": True, "conv_bias": True},
     ),
+    "gdn2": ("GatedDeltaNet2", _HEADS),
+    "gdn2, negative": ("GatedDeltaNet2", {**_HEADS, "expand_v": 1.5, "allow_neg_eigval": True, "conv_bias": True}),
     "product": ("GatedDeltaProduct", _HEADS),
     "product, ungated": (
         "GatedDeltaProduct", {**_HEADS, "use_forget_gate": False, "num_householder": 3, "use_output_gate": False},

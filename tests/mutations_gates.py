@@ -6,6 +6,9 @@ from tests.mutate import in_file as _in
 
 __all__ = ["GATES"]
 
+_GDN2, _GDN2_DECODED = (f"tests/test_ops.py::{x}" for x in (
+    "test_against_the_token_loop[gdn2-float64]", "test_recurrent_ops_of_programs[gdn2-dtype1]",
+))  # fmt: skip
 _OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
 _SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
 _RAW = "tests/test_raw_gates.py::test_against_float64"
@@ -244,6 +247,31 @@ GATES = [
          _OPS),
         ("decayed_scores(q, b, since) @ reads", "decayed_scores(q, b, since) @ u",
          "what enters a chunk is not removed inside it", _OPS),
+    ),
+    *_in(
+        "flexsp/variants/gdn2.py",
+        ("r = k * erase", "r = k", "all of what is at a key is erased", _GDN2),
+        ("u = inverse @ (v * write)", "u = inverse @ v", "values are written as they are", _GDN2),
+        ("decayed_scores(r, k, b).tril(-1)", "decayed_scores(k, r, b).tril(-1)",
+         "tokens read and write the other way", _GDN2),
+        ("(k * left).T @ (w @ prev_s)", "(k * left).T @ (w @ chunk_state)", "what a chunk erases is read elsewhere",
+         _GDN2),
+        ("q * b.exp()) @ chunk_state", "q) @ chunk_state", "queries read the state before its decay", _GDN2),
+    ),
+    *_in(
+        "flexsp/ops/gdn2.py",
+        ("state = state * programs.rows_at(decay, t)\n        error", "error", "decoding does not decay",
+         _GDN2_DECODED),
+        ("keys * erase, values * write", "keys, values * write", "decoding erases all", _GDN2_DECODED),
+        ("    _delta.check_raw_gates(use_gate_in_kernel, A_log, dt_bias)\n", "", "a rate that nothing reads is taken",
+         "tests/test_peers_calls.py::test_raw_gates_that_nothing_reads_are_refused"),
+    ),
+    *_in(
+        "flexsp/nn/delta_layers.py",
+        ("(y.repeat_interleave(repeats, 2) for y in (g, b))", "(y.repeat(1, 1, repeats, 1) for y in (g, b))",
+         "value heads have other heads' strengths", "tests/test_delta_layers.py::test_formulas[gdn2]"),
+        ("2 * b if self.allow_neg_eigval else b", "b", "erasing never reflects",
+         "tests/test_delta_layers.py::test_formulas[gdn2, negative]"),
     ),
     *_in(
         "flexsp/ops/rwkv7.py",

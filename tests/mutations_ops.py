@@ -168,6 +168,8 @@ OPS = [
     ),
     *_in(
         "flexsp/ops/_delta.py",
+        (' or name == "vector_gated_delta")', ")", "gates of channels have a row for each token of several keys",
+         "tests/test_reflections.py::test_against_token_loops[kda product]"),
         ("return out.to(v.dtype), final_state(last, call)", "return out, final_state(last, call)", "decoding answers in float32",
          "tests/test_ops.py::test_recurrent_ops_of_programs[kda-dtype2]"),
     ),
@@ -178,6 +180,8 @@ OPS = [
     ),
     *_in(
         "flexsp/grammar/objectives.py",
+        ("call.column[:, :, None, :, None]).to(v.dtype)", "call.column[:, :, None, :, None]).to(v.dtype) * 0 + call.v",
+         "step sizes do not weigh the values of several steps", "tests/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
         ("rotate(call.values, -psi).to(call.v.dtype)", "rotate(call.values, -psi)", "values in float32 beside half precision",
          "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
     ),

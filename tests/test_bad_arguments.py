@@ -25,6 +25,7 @@ from flexsp.nn import (
     Attention,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     GatedLinearAttention,
     GatedRMSNorm,
@@ -126,6 +127,7 @@ ROWS_GIVEN |= {"mimo_x": torch.rand(H, 2, V), "v": torch.rand(B, T, H, V)}
 ROWS_GIVEN |= {name: torch.rand(B, T, 2, H, K) for name in "qk"}
 FLEX_GIVEN = {"decay": -torch.rand(B, T, H), "theta": torch.rand(B, T, H, K // 2), "beta": torch.rand(B, T, H)}
 DELTA = {**qkv(), "beta": torch.rand(B, T, H)}
+GDN2 = {**qkv(), "g": torch.rand(B, T, H, K), "b": torch.rand(B, T, H, K), "w": torch.rand(B, T, H, V)}
 NORM = {"use_qk_l2norm_in_kernel": "flag"}
 RECURRENT = {"scale": "number", "output_final_state": "flag", "cu_seqlens": "none"}
 CONVOLVED = {"use_short_conv": "flag", "conv_size": "size", "conv_bias": "flag", "norm_eps": "not negative"}
@@ -166,9 +168,16 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
         {**DELTA, "g": torch.rand(B, T, H, K), "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)},
         {"lower_bound": "negative"}, {"use_gate_in_kernel": True, "lower_bound": -2.0},
     ),
+    "gate of channels beside two strengths, in kernel": (
+        ops.chunk_gdn2, {**GDN2, "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)}, {"lower_bound": "negative"},
+        {"use_gate_in_kernel": True, "lower_bound": -2.0},
+    ),
     "chunk_gated_delta_product": (
         ops.chunk_gated_delta_product, {**DELTA, "g": -torch.rand(B, T, H), **PACKED},
         {**COMMON, **NORM, "num_householder": "size"}, {"num_householder": 1},
+    ),
+    "delta product with gates of channels": (
+        ops.chunk_gated_delta_product, {**DELTA, "g": -torch.rand(B, T, H, K)}, {}, {"num_householder": 1},
     ),
     "mamba2_ssd": (
         ops.mamba2_ssd, {**SSD, "z": torch.rand(B, T, H, V), **PACKED},
@@ -241,6 +250,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "recurrent, gate of channels in kernel": (
         ops.recurrent_kda,
         {**DELTA, "g": torch.rand(B, T, H, K), "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)},
+        {"lower_bound": "negative"}, {"use_gate_in_kernel": True, "lower_bound": -2.0},
+    ),
+    "recurrent, gate of channels beside two strengths, in kernel": (
+        ops.recurrent_gdn2, {**GDN2, "A_log": torch.rand(H), "dt_bias": torch.rand(H, K)},
         {"lower_bound": "negative"}, {"use_gate_in_kernel": True, "lower_bound": -2.0},
     ),
     "recurrent_gated_delta_product": (
@@ -330,6 +343,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
     "GatedDeltaNet()": (
         GatedDeltaNet, {}, {**GROUPED, "use_gate": "flag", "output_gate_activation": "choice"}, HEADS,
     ),
+    "GatedDeltaNet2()": (GatedDeltaNet2, {}, GROUPED, HEADS),
     "KimiDeltaAttention()": (KimiDeltaAttention, {}, {**GROUPED, "safe_gate": "flag", "lower_bound": "bound"}, HEADS),
     "KimiDeltaAttention() of safe gates": (
         KimiDeltaAttention, {}, {"lower_bound": "bound"}, {**HEADS, "safe_gate": True, "lower_bound": -5},

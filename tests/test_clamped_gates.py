@@ -38,6 +38,8 @@ OPS: dict[str, tuple[Callable[..., Any], bool, tuple[str, ...]]] = {
     "gated_delta_rule": (lambda q, k, v, g, beta: ops.chunk_gated_delta_rule(q, k, v, g, beta)[0], False, ("beta",)),
     "delta, a token": (lambda q, k, v, g, beta: ops.recurrent_gated_delta_rule(q, k, v, g, beta)[0], False, ("beta",)),
     "kda": (lambda q, k, v, g, beta: ops.chunk_kda(q, k, v, g, beta)[0], True, ("beta",)),
+    "gdn2": (lambda q, k, v, g, b, w: ops.chunk_gdn2(q, k, v, g, b, w)[0], True, ("b", "w")),
+    "gdn2, a token": (lambda q, k, v, g, b, w: ops.recurrent_gdn2(q, k, v, g, b, w)[0], True, ("b", "w")),
     "mamba2": (lambda q, k, v, g: _mamba2(v, -g, -torch.ones(H).to(g), k, q), False, ()),
     "flex": (_flex(decay.gated()), False, ()),
     "flex, channels": (_flex(decay.gated(per_head=False)), True, ()),
@@ -55,7 +57,8 @@ def inputs(name: str, seed: int, gate: float) -> Tensors:
     x = {"q": normal(1, T, H, K), "k": normal(1, T, H, K), "v": normal(1, T, H, V)}
     x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
     x["g"] = -normal(1, T, H, *([K] if channels else [])).abs()
-    x |= {key: normal(1, T, H).sigmoid() for key in more}
+    of_channels = {"b": (K,), "w": (V,)}
+    x |= {key: normal(1, T, H, *of_channels.get(key, ())).sigmoid() for key in more}
     for key in ("k", "v"):
         x[key][:, AT:] = 0
     x["g"][:, AT] = gate
@@ -91,7 +94,7 @@ def test_a_gate_that_is_0(name: str, dtype: torch.dtype, gate: float, seed: int)
     assert not o.any() and not dg[:, AT].any()
 
 
-STRONG = ("simple_gla", "gla", "gated_delta_rule", "kda", "rwkv6", "hgrn2", "rwkv7")
+STRONG = ("simple_gla", "gla", "gated_delta_rule", "kda", "gdn2", "rwkv6", "hgrn2", "rwkv7")
 
 
 def strong_inputs(name: str, seed: int, least: float) -> list[torch.Tensor]:
@@ -107,7 +110,7 @@ def strong_inputs(name: str, seed: int, least: float) -> list[torch.Tensor]:
     u = torch.rand(2, 8, generator=made)
     given = {
         "hgrn2": (q, v, g), "rwkv6": (q, k, v, g, u), "rwkv7": (q, g, k, v, -k, k * beta.unsqueeze(-1)),
-        "kda": (q, k, v, g, beta), "gated_delta_rule": (q, k, v, g, beta),
+        "kda": (q, k, v, g, beta), "gated_delta_rule": (q, k, v, g, beta), "gdn2": (q, k, v, g, k.abs(), v.sigmoid()),
     }  # fmt: skip
     return [x.double() for x in given.get(name, (q, k, v, g))]
 

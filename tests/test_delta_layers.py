@@ -15,6 +15,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.nn import (
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     KimiDeltaAttention,
     SequenceParallelLA,
@@ -48,6 +49,12 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
          "norm_eps": 1e-2},
     ),
     "kda, bare": (KimiDeltaAttention, {"num_heads": 2, "head_dim": 4, "use_short_conv": False}),
+    "gdn2": (GatedDeltaNet2, GROUPS),
+    "gdn2, negative": (
+        GatedDeltaNet2,
+        {**GROUPS, "expand_v": 1.2, "allow_neg_eigval": True, "conv_bias": True, "norm_eps": 1e-2},
+    ),
+    "gdn2, bare": (GatedDeltaNet2, {"num_heads": 2, "head_dim": 4, "use_short_conv": False}),
     "product": (GatedDeltaProduct, GROUPS),
     "product, ungated": (
         GatedDeltaProduct,
@@ -59,7 +66,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
         {"num_heads": 2, "head_dim": 4, "num_householder": 1, "use_output_gate": False, "use_short_conv": False},
     ),
 }  # fmt: skip
-DEFAULTS = ["delta", "gated", "kda", "product"]
+DEFAULTS = ["delta", "gated", "kda", "gdn2", "product"]
 BOUNDS = torch.tensor([0, 1, 1, 9, 12, 31])
 
 
@@ -121,11 +128,17 @@ class Formulas:
             return x / x.abs().sum().clamp(min=1e-6)
         return x / (x.square().sum() + 1e-6).sqrt()
 
-    def strengths(self, x: Tensor) -> Tensor:
-        """beta [T, n HV]."""
+    def strengths(self, x: Tensor, K: int, V: int) -> tuple[Tensor, Tensor]:
+        """[T, n HV, K or 1] and [T, n HV, V or 1]: what the key that reads and the value are multiplied by."""
+        if self.cls is GatedDeltaNet2:
+            erase = torch.sigmoid(self.mapped("b_proj", x)).view(len(x), self.H, K)
+            erase = torch.stack([erase[:, h // (self.HV // self.H)] for h in range(self.HV)], 1)
+            write = torch.sigmoid(self.mapped("w_proj", x)).view(len(x), self.HV, V)
+            return erase * 2 if self.o.get("allow_neg_eigval") else erase, write
         doubled = self.o.get("allow_neg_eigval", self.cls is GatedDeltaProduct)
         beta = torch.sigmoid(self.mapped("b_proj", x)) if "b_proj.weight" in self.p else x.new_ones(len(x), self.HV)
-        return beta * 2 if doubled else beta
+        beta = beta * 2 if doubled else beta
+        return beta[:, :, None], beta[:, :, None]
 
     def decays(self, x: Tensor, K: int) -> Tensor:
         """[T, HV, K or 1]: what the state is multiplied by."""
@@ -135,6 +148,11 @@ class Formulas:
         if self.cls is KimiDeltaAttention:
             raw = self.mapped("f_proj.1", self.mapped("f_proj.0", x)).view(len(x), self.HV, K)
             raw = raw + self.p["dt_bias"].view(self.HV, K)
+        elif self.cls is GatedDeltaNet2:
+            raw = self.mapped("f_proj.1", self.mapped("f_proj.0", x)) + self.p["dt_bias"]
+            raw, shared = raw.view(len(x), self.H, K), self.HV // self.H
+            raw = torch.stack([raw[:, h // shared] for h in range(self.HV)], 1)
+            A = torch.stack([A[h // shared] for h in range(self.HV)])
         else:
             raw = (self.mapped("a_proj", x) + self.p["dt_bias"])[:, :, None]
         if self.o.get("lower_bound") is not None:
@@ -143,7 +161,7 @@ class Formulas:
 
     def gate(self, x: Tensor) -> Tensor | float:
         """[T, HV * V]: what the normed output is multiplied by."""
-        if self.cls is KimiDeltaAttention:
+        if self.cls in (KimiDeltaAttention, GatedDeltaNet2):
             return torch.sigmoid(self.mapped("g_proj.1", self.mapped("g_proj.0", x)) + self.p["g_proj.1.bias"])
         if "g_proj.weight" not in self.p:
             return 1.0
@@ -154,15 +172,15 @@ class Formulas:
         """x [T, D] -> y [T, D]."""
         q, k, v = (self.convolved(which, x) for which in "qkv")
         K, V = q.shape[1] // self.H, v.shape[1] // (self.steps * self.HV)
-        beta, decay, o = self.strengths(x), self.decays(x, K), []
+        (erase, write), decay, o = self.strengths(x, K, V), self.decays(x, K), []
         for h in range(self.HV):
             S, of = x.new_zeros(K, V), h // (self.HV // self.H)
             for t in range(len(x)):
                 S = decay[t, h, :, None] * S
                 for s in range(self.steps):
                     at_k, at_v = (s * self.H + of) * K, (s * self.HV + h) * V
-                    key, value = self.unit(k[t, at_k : at_k + K]), v[t, at_v : at_v + V]
-                    S = S + beta[t, s * self.HV + h] * torch.outer(key, value - S.T @ key)
+                    key, value, at = self.unit(k[t, at_k : at_k + K]), v[t, at_v : at_v + V], s * self.HV + h
+                    S = S + torch.outer(key, write[t, at] * value - S.T @ (erase[t, at] * key))
                 out = S.T @ self.unit(q[t, of * K : (of + 1) * K]) / K**0.5
                 o.append(out / (out.square().mean() + self.o["norm_eps"]).sqrt() * self.p["o_norm.weight"])
         by_token = torch.stack(o).view(self.HV, len(x), V).transpose(0, 1).reshape(len(x), -1)
@@ -322,6 +340,16 @@ CHECKPOINTS: dict[str, tuple[type[nn.Module], dict[str, Any], dict[str, list[int
             "o_norm.weight": [6], "o_proj.weight": [12, 24],
         },
     ),
+    "gdn2": (
+        GatedDeltaNet2, {**GROUPS, "expand_v": 1.2},
+        {
+            "A_log": [2], "dt_bias": [10], "q_proj.weight": [10, 12], "k_proj.weight": [10, 12],
+            "v_proj.weight": [24, 12], "q_conv1d.weight": [10, 1, 4], "k_conv1d.weight": [10, 1, 4],
+            "v_conv1d.weight": [24, 1, 4], "f_proj.0.weight": [6, 12], "f_proj.1.weight": [10, 6],
+            "b_proj.weight": [10, 12], "w_proj.weight": [24, 12], "g_proj.0.weight": [6, 12],
+            "g_proj.1.weight": [24, 6], "g_proj.1.bias": [24], "o_norm.weight": [6], "o_proj.weight": [12, 24],
+        },
+    ),
     "product": (
         GatedDeltaProduct, {**GROUPS, "num_householder": 3, "conv_size": 2},
         {
@@ -353,8 +381,8 @@ def test_checkpoints_load(name: str) -> None:
 
 
 def test_initialisation() -> None:
-    layers = (GatedDeltaNet(8, 512, 1), GatedDeltaProduct(8, 512, 1), KimiDeltaAttention(8, 512, 1))
-    for layer, least in zip(layers, (0, 0, 1), strict=True):
+    cases = ((GatedDeltaNet, 0), (GatedDeltaProduct, 0), (KimiDeltaAttention, 1), (GatedDeltaNet2, 1))
+    for layer, least in [(cls(8, 512, 1), least) for cls, least in cases]:
         dt, A = F.softplus(layer.dt_bias.double()), layer.A_log.double().exp()
         assert 1e-3 * 0.999 <= dt.min() < 2e-3 and 5e-2 < dt.max() <= 1e-1 * 1.001
         assert least * 0.999 <= A.min() < least + 1 and 15 < A.max() <= 16 * 1.001

@@ -14,7 +14,8 @@ from tests.transformers_models import Found, assert_exact, gradients, precision
 
 pytest.importorskip("fla")
 _SAME = {
-    "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedDeltaProduct", "GatedLinearAttention", "HGRN2Attention",
+    "DeltaNet", "GatedDeltaNet", "GatedDeltaNet2", "KimiDeltaAttention", "GatedDeltaProduct", "GatedLinearAttention",
+    "HGRN2Attention",
 }  # fmt: skip
 _OURS = {"HGRN2Attention": "HGRN2"}  # where the names differ
 _OPTIONS = {"window_size": "window"}  # theirs: ours
@@ -58,4 +59,4 @@ def test_groups_of_mamba_load() -> None:
 
 
 def test_there_are_pairs() -> None:
-    assert {LAYERS[name][0] for name in PAIRS} == _SAME | {"Mamba2", "Attention"} and len(PAIRS) == 17
+    assert {LAYERS[name][0] for name in PAIRS} == _SAME | {"Mamba2", "Attention"} and len(PAIRS) == 19

@@ -69,4 +69,4 @@ def test_the_table_has_the_differences() -> None:
 
 
 def test_the_table_is_read() -> None:
-    assert ("fused_recurrent_gla", "recurrent_gla", {"gk"}, set()) in _table() and len(_table()) == 20
+    assert ("fused_recurrent_gla", "recurrent_gla", {"gk"}, set()) in _table() and len(_table()) == 22

@@ -46,6 +46,7 @@ CONFIGS = [
         ("gated_deltanet", "ranks"),
         ("rwkv7", "whole"),
         ("rwkv7", "ranks"),
+        ("gdn2", "whole"),
     ),
 ]
 Stacks = dict[tuple[str, str], dict[str, int]]
@@ -62,6 +63,7 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("gated_deltanet", "ranks"): {"summarize_backward": 48, "grads": 336},
         ("rwkv7", "whole"): {"prepare0": 56, "grads": 992},
         ("rwkv7", "ranks"): {"prepare0": 56, "grads": 992},
+        ("gdn2", "whole"): {"grads": 240, "exact_grads": 8},
     },
     (3, 7): {
         ("gla", "whole"): {"scores_grad_kernel": 24, "grads": 128},
@@ -187,7 +189,7 @@ def test_other_sizes(tmp_path: Path, name: str, how: str, K: int, V: int) -> Non
 LARGE = [  # one of each kind of transition has both sizes in each dtype
     *((name, how, 256, 256, "bfloat16") for name, how in (
         ("gla", "packed"), ("rwkv6", "whole"), ("rwkv7", "packed"), ("simple_gla", "whole"), ("deltanet", "ranks"),
-        ("gated_deltanet", "packed"), ("vector_gated_delta", "whole"), ("gla_own_bias", "whole"),
+        ("gated_deltanet", "packed"), ("vector_gated_delta", "whole"), ("gla_own_bias", "whole"), ("gdn2", "packed"),
     )),
     *((name, "packed", 256, 256, "float32") for name in ("gla", "simple_gla", "rwkv7", "gated_deltanet")),
     ("deltanet", "ranks", 256, 128, "bfloat16"), ("rwkv7", "whole", 256, 128, "float32"),

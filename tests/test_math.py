@@ -178,6 +178,33 @@ def test_error_form_and_its_gradients(wide: bool) -> None:
     close({**found, "g": dg if wide else dg.sum(1)}, want)
 
 
+def erasing(x: dict[str, Tensor], S: Tensor) -> tuple[Tensor, Tensor]:
+    S = x["g"].exp()[:, None] * S
+    S = S + x["k"][:, None] * (x["w"] * x["v"] - (x["b"] * x["k"]) @ S)
+    return S, x["q"] @ S
+
+
+def test_two_strengths_and_their_gradients() -> None:
+    """Section 7: Gated DeltaNet-2 in error form, and what its gradients make of those of r, p and v."""
+    x, do, dS, _, _ = inputs("q", "k", "v", wide=True)
+    x |= {"b": torch.rand(C, K, dtype=torch.float64).requires_grad_(), "w": normal(C, V)}
+    with torch.no_grad():
+        x["k"] /= 3
+    o, S1 = loop(x, erasing)
+    want = gradients(x, o, S1, do, dS)
+    q, k, v, b, w, g, S = (x[name].detach() for name in ("q", "k", "v", "b", "w", "g", "S"))
+    form = {name: y.clone().requires_grad_() for name, y in
+            {"q": q, "r": b * k, "p": k, "v": w * v, "g": g, "S": S}.items()}  # fmt: skip
+    as_errors, last = loop(form, delta)
+    of = gradients(form, as_errors, last, do, dS)
+    found = {
+        "q": of["q"], "k": of["p"] + b * of["r"], "v": w * of["v"], "b": k * of["r"], "w": v * of["v"], "g": of["g"],
+        "S": of["S"],
+    }  # fmt: skip
+    close({"o": as_errors, "S": last}, {"o": o, "S": S1})
+    close(found, want)
+
+
 @pytest.mark.parametrize("size", [1, 4, C])
 def test_scores_by_blocks(size: int) -> None:
     """Section 7: blocks of some tokens about their middles, and then pairs of blocks about the edge between them."""

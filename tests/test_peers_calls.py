@@ -74,7 +74,7 @@ def test_other_dtypes_are_still_refused() -> None:
 DECODED: dict[str, Any] = {
     "simple_gla": ("simple_gla", "g"), "gla": ("gla", "g"), "rwkv6": ("rwkv6", "w"), "rwkv7": ("rwkv7", "w"),
     "hgrn": ("hgrn", "g"), "hgrn2": ("hgrn2", "g"), "delta_rule": ("delta_rule", ""), "kda_in_kernel": ("kda", ""),
-    "gated_delta_rule": ("gated_delta_rule", ""),
+    "gated_delta_rule": ("gated_delta_rule", ""), "gdn2_in_kernel": ("gdn2", ""),
 }  # fmt: skip
 
 
@@ -143,3 +143,25 @@ def test_groups_of_the_selective_scan(op: Any, seed: int) -> None:
         assert torch.equal(y[..., mine], want) and torch.equal(last[:, mine], state)
     with pytest.raises(ValueError, match="B: expected a number of groups G that divides the 8 channels, got 3"):
         op(**x | {"B": torch.randn(2, 4, 3, 4).double(), "C": torch.randn(2, 4, 3, 4).double()})
+
+
+def test_raw_gates_that_nothing_reads_are_refused(seed: int) -> None:
+    inputs = PROGRAM_CASES["gdn2"].inputs(Shape(B=1, T=5, H=4, K=4, V=4), seed)
+    for op in (ops.chunk_gdn2, ops.recurrent_gdn2):
+        with pytest.raises(ValueError, match="A_log: expected None without use_gate_in_kernel, got a tensor"):
+            op(**inputs, A_log=torch.zeros(4))
+
+
+def test_strengths_of_one_number_a_token_are_those_of_kda(seed: int) -> None:
+    """Of Gated DeltaNet-2, outputs and states; strengths may be float32 beside rows in bfloat16."""
+    inputs = PROGRAM_CASES["kda"].inputs(Shape(B=1, T=70, H=2, K=8, V=6, states=1), seed)
+    beta = inputs.pop("beta").unsqueeze(-1)
+    wide = inputs | {"b": beta.expand_as(inputs["k"]), "w": beta.expand_as(inputs["v"])}
+    want = ops.chunk_kda(**inputs, beta=beta.squeeze(-1), output_final_state=True)
+    for got, other in zip(ops.chunk_gdn2(**wide, output_final_state=True), want, strict=True):
+        torch.testing.assert_close(got, other, rtol=1e-12, atol=1e-12)
+    half = {name: mapped(x, torch.bfloat16 if name in ("q", "k", "v") else torch.float32) for name, x in wide.items()}
+    got = ops.chunk_gdn2(**half)[0]
+    other = ops.chunk_gdn2(**{name: mapped(x, torch.float32) for name, x in half.items()})[0]
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), other, rtol=2**-6, atol=2**-6)

@@ -24,10 +24,10 @@ from flexsp.testing.ranks import run_ranks
 from tests.harness.generated import MANY_SEGMENTS, differentiated
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.keys import BOUND, NAMES, Keys, error_of_steps, inverse_of_alike, wrong
-from tests.harness.keys_of_programs import RWKV7, Own
+from tests.harness.keys_of_programs import GDN2, RWKV7, Own
 from tests.marks import quick
 
-GENERATED = ("gated, generated", "rwkv7", "own")
+GENERATED = ("gated, generated", "gdn2", "rwkv7", "own")
 
 
 def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
@@ -46,12 +46,17 @@ CASES = {
     "kda": [Keys("kda", 1, T=66), Keys("kda", 1, T=20, K=32, H=4, group=2, B=2),
             Keys("kda", 0, 1.9, T=40, bounds=(0, 33, 40))],
     "product": [Keys("product", 1, T=36, bounds=(0, 33, 36))],
+    "kda product": [Keys("kda product", 1, T=36, bounds=(0, 33, 36)),
+                    Keys("kda product", 1, T=20, K=32, H=4, group=2, B=2)],
+    "kda product, generated": [Keys("kda product", 4, T=36, bounds=(0, 33, 36), **LESS)],
     "delta, generated": [Keys("delta", 4, 1.9, T=67, H=2, V=17, **LESS)],
     "gated, generated": [Keys("gated", 1, T=40, bounds=(0, 4, 4, 40), **LESS)],
     "kda, generated": [Keys("kda", 1, 1.9, T=40, **LESS)],
     "product, generated": [Keys("product", 4, T=36, bounds=(0, 33, 36), **LESS)],
     "rwkv7": [RWKV7("rwkv7", 1, T=40, bounds=(0, 4, 4, 40), **LESS), RWKV7("rwkv7", 1, 1.0, T=70, gate=0.002, **LESS)],
     "rwkv7, heads": [RWKV7("rwkv7", 4, 1.9, T=44, H=2, **LESS), RWKV7("rwkv7", 1, 1.9, T=70, **LESS)],
+    "gdn2": [GDN2("gdn2", 1, 1.9, T=36, bounds=(0, 4, 36), **LESS)],
+    "gdn2, heads": [GDN2("gdn2", 4, 1.9, T=44, H=2, **LESS), GDN2("gdn2", 0, T=70, **LESS)],
     "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS), Own("own", 4, T=12, V=64, generated=True)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
@@ -62,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("what", quick(CASES, *NAMES, *GENERATED))
+@pytest.mark.parametrize("what", quick(CASES, *NAMES, "kda product", *GENERATED))
 def test_against_token_loops(what: str, seed: int) -> None:
     (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=INTERPRETED)
     assert not found, found

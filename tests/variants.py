@@ -66,6 +66,11 @@ def _delta(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return S + _outer(beta.unsqueeze(-1) * x["k"], x["v"] - _read(x["k"], S))
 
 
+def _erased(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
+    S = _gated(S, x, p)
+    return S + _outer(x["k"], x["write"] * x["v"] - _read(x["erase"] * x["k"], S))
+
+
 def _low_rank(S: torch.Tensor, x: Tensors, p: Tensors) -> torch.Tensor:
     return _gated(S, x, p) + _outer(x["b"], _read(x["a"], S)) + _outer(x["k"], x["v"])
 
@@ -119,6 +124,7 @@ VARIANTS = {
     "deltanet": Variant(_delta, ["q", "k", "v", "b"], transition="dense"),
     "gated_deltanet": Variant(_delta, ["q", "k", "v", "beta", "g"], transition="dense"),
     "vector_gated_delta": Variant(_delta, ["q", "k", "v", "beta", "G"], transition="dense"),
+    "gdn2": Variant(_erased, ["q", "k", "v", "erase", "write", "G"], transition="dense"),
     "hgrn": Variant(_hgrn, ["q", "x", "G"], read=lambda S, x, p: x["q"] * S, state=(K,), transition="vector"),
     "hgrn2": Variant(_hgrn2, ["q", "v", "G"], transition="vector"),
     "rwkv6": Variant(_diagonal, ["q", "k", "v", "G"], ["U"], read=_with_bonus, transition="vector", before=True),
@@ -156,11 +162,13 @@ def draw(name: str, B: int, T: int, seed: int) -> tuple[Tensors, Tensors]:
             tokens |= {"a": -removed, "b": removed * normal(B, T, H, K).sigmoid()}
         elif key in ("g", "G"):
             tokens["g"] = logsigmoid(normal(B, T, H, K) if key == "G" else normal(B, T, H))
+        elif key in ("erase", "write"):
+            tokens[key] = normal(B, T, H, K if key == "erase" else V).sigmoid()
         elif key == "W":
             tokens["w"] = 0.1 * logsigmoid(normal(B, T, H, V))
         else:
             tokens[key] = normal(B, T, H, V if key == "v" else K)
-    if variant.step is _delta:
+    if variant.step in (_delta, _erased):
         tokens["k"] = normalize(tokens["k"], dim=-1)
     params = {
         key.lower(): logsigmoid(normal(H)) if key == "log_gamma" else normal(H, K) if key == "U" else normal(H)

@@ -267,6 +267,19 @@ def _delta_naive(x: Inputs, program: str, raw: bool = False, bounded: bool = Fal
     return _program(program, found)
 
 
+def _two_strengths(of: Layer, shape: Shape, dtype: torch.dtype, normal: Normal, kind: str) -> Inputs:
+    """As flash-linear-attention's layer calls Gated DeltaNet-2, whose log gates are in float32."""
+    found = _attention(of, shape, dtype, normal)
+    found |= {"b": normal(shape.B, shape.T, of.H, of.K).sigmoid().to(dtype)}
+    found |= {"w": normal(shape.B, shape.T, of.H, of.V).sigmoid().to(dtype)}
+    return found | {"g": log_gates(kind, (shape.B, shape.T, of.H, of.K), normal)}
+
+
+def _two_strengths_naive(x: Inputs) -> torch.Tensor:
+    units = {name: _heads(_units(x[name]), x["v"].shape[2]) for name in "qk"}
+    return _program("gdn2", _renamed(x, b="erase", w="write") | units)
+
+
 def _given_gates(kind: str, most: float = 1.0) -> Way:
     """As layers of transformers call the gated delta rule."""
     how = {"use_qk_l2norm_in_kernel": True}
@@ -305,6 +318,10 @@ def _ways(kind: str) -> dict[str, Way]:
     found = {
         "gated_delta_rule": _given_gates(kind),
         "gated_delta_rule_to_2": _given_gates(kind, 2.0),
+        "gdn2": Way(
+            partial(_two_strengths, kind=kind), _ours("chunk_gdn2", **_NORM), _fla("gdn2", **_NORM),
+            _two_strengths_naive,
+        ),
         "gla": Way(
             partial(_gla, kind=kind), _ours("chunk_gla"), _fla("gla"), lambda x: _program("gla", _without(x)),
         ),

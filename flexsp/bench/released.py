@@ -22,6 +22,7 @@ RELEASED = (
     Layer("Gated DeltaNet, fla's default", "gated_deltanet", 6, 256, 512, 6, "initialised"),
     Layer("Kimi K3", "kda", 32, 128, 128, 32, "bounded"),
     Layer("Kimi Linear", "kda", 32, 128, 128, 32, "unbounded"),
+    Layer("Gated DeltaNet-2, fla's default", "gdn2", 16, 128, 128, 16, "initialised"),
     Layer("RWKV-7 2.9B", "rwkv7", 40, 64, 64, 40, "own"),
     Layer("DeltaNet-1.3B", "delta_rule", 16, 128, 128, 16, "own"),
     Layer("GLA-1.3B", "gla", 4, 256, 512, 4, "mild"),

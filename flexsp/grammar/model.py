@@ -224,7 +224,8 @@ class FlexLinearAttention:
 
         Args:
             q, k: [B, T, H, K]; v: [B, T, H, V], in one dtype. Under ``sp`` this rank's tokens. With several rows a
-                token (``mimo_rank``) q, k and the outputs are [B, T, R, H, *].
+                token (``mimo_rank``) q, k and the outputs are [B, T, R, H, *], with several ``steps`` k and v are
+                [B, T, n, H, *].
             given: what the components name: ``decay``, ``A``, ``theta``, ``eta``, arrays of a custom mask, inputs of
                 a custom transition; docstrings give shapes and units. In the inputs' dtype or float32. Log gates
                 below -104 (-800 in float64) act as that, a decay of 0, and have no gradient. Signs are checked as by
@@ -235,7 +236,7 @@ class FlexLinearAttention:
         """
         check.check_flag("output_final_state", output_final_state)
         self._check(q, k, v, given)
-        group, sizes = resolve_sp(sp), (q.shape[-2], q.shape[-1], v.shape[3])
+        group, sizes = resolve_sp(sp), (q.shape[-2], q.shape[-1], v.shape[-1])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
         state = self.rows_and_columns(*sizes[1:])
         states = (check.number_of_states(q.shape[0], cu_seqlens), sizes[0], *state)
@@ -326,21 +327,24 @@ class FlexLinearAttention:
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> None:
         if given.keys() != set(self.inputs):
             raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
-        of_keys = "[B, T, H, K]" if self.transition.rank == 1 else "[B, T, R, H, K]"
-        named = (("q", q, of_keys), ("k", k, of_keys), ("v", v, "[B, T, H, V]"))
+        of_queries = "[B, T, H, K]" if self.transition.rank == 1 else "[B, T, R, H, K]"
+        steps = getattr(self.transition, "steps", 1)
+        of_keys, of_values = (of_queries, "[B, T, H, V]") if steps == 1 else ("[B, T, n, H, K]", "[B, T, n, H, V]")
+        named = (("q", q, of_queries), ("k", k, of_keys), ("v", v, of_values))
         for name, x, dims in named:
             check.check_tensor(name, x, None, dims)
         B, T, *rows, H, K = q.shape
-        if k.shape != q.shape or v.shape[:3] != (B, T, H):
+        several = [steps] if steps > 1 else []  # keys and values a token
+        if k.shape != (B, T, *(several or rows), H, K) or v.shape[:-1] != (B, T, *several, H):
             raise ValueError(
-                f"q, k, v: expected {of_keys}, {of_keys} and [B, T, H, V], got "
+                f"q, k, v: expected {of_queries}, {of_keys} and {of_values}{f', n = {steps}' if several else ''}, got "
                 f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
         if rows and rows != [self.transition.rank]:
-            check.fail("q", f"mimo_rank = {self.transition.rank} rows R in {of_keys}", rows[0])
+            check.fail("q", f"mimo_rank = {self.transition.rank} rows R in {of_queries}", rows[0])
         for name, x, dims in named:
             check.check_tensor(name, x, None, dims, dtypes=_FLOATS if x is q else (q.dtype,), device=q.device)
-        for name, n in (("q", min(B, H, K)), ("v", v.shape[3])):
+        for name, n in (("q", min(B, H, K)), ("v", v.shape[-1])):
             if n < 1:
                 check.fail(name, "one row, head and channel at least", list(q.shape if name == "q" else v.shape))
         if self._objective is not None:

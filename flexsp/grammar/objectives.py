@@ -16,12 +16,15 @@ from flexsp.grammar.decay import Decay
 from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
 from flexsp.grammar.feature_map import FeatureMap
 from flexsp.ops import _validate as check
+from flexsp.ops import chunk_gated_delta_product
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
-__all__ = ["Contrastive", "Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition"]
+__all__ = [
+    "Contrastive", "DeltaSteps", "Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -31,11 +34,13 @@ _TURN = 2 * math.pi
 
 @dataclass(frozen=True)
 class Transition:
-    """A transition. `inputs` are names of tensors that a call must give for it; `rank` is the rows of a token."""
+    """A transition. `inputs` are names of tensors that a call must give for it; `rank` is the rows of a token's q and
+    k, `steps` those of its k and v, of which each changes the state in turn."""
 
     kind: str
     inputs: tuple[str, ...] = ()
     rank: int = 1
+    steps: int = 1
 
     @property
     def turns_with_keys(self) -> bool:
@@ -282,6 +287,39 @@ class Spectral(Objective):
         theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
         S = rotate(rotate(S, psi).transpose(-1, -2), theta).transpose(-1, -2)
         return o.to(call.v.dtype), S.contiguous()
+
+
+@dataclass(frozen=True)
+class DeltaSteps(Objective):
+    """Several steps of the delta rule a token, after one decay: what `chunk_gated_delta_product` runs."""
+
+    kind: str = "delta_rule"
+    inputs: tuple[str, ...] = ("beta",)
+
+    def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
+        if features.kind == "rope":
+            self._refuse(f"steps={self.steps} and feature_map.rope")
+        return super().engine(decay, features, masked)
+
+    def shapes(self, q: Tensor, v: Tensor) -> Shapes:
+        return {"beta": (tuple(v.shape[:-1]), "[B, T, n, H]")}
+
+    def explain(self) -> str:
+        return f"runs as by chunk_gated_delta_product, {self.steps} steps a token"
+
+    def runs(self, call: Call) -> str:
+        return "runs what chunk_gated_delta_product does"
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        v = call.v
+        if call.column is not None:
+            v = (v.to(call.wide) * call.column[:, :, None, :, None]).to(v.dtype)
+        k, v, beta = (x.flatten(1, 2) for x in (call.k, v, call.given["beta"]))
+        return chunk_gated_delta_product(
+            call.q, k, v, call.gate, beta, self.steps, scale=call.scale, initial_state=call.initial,
+            output_final_state=call.want_final, cu_seqlens=call.cu_seqlens,
+            sp=False if call.group is None else call.group,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ one more column at the end holds an angle.
 from __future__ import annotations
 
 from flexsp.exceptions import check_integer, check_number
-from flexsp.grammar.objectives import Contrastive, Information, Rows, Spectral, TemporalDifference, Transition
+from flexsp.grammar.objectives import (
+    Contrastive,
+    DeltaSteps,
+    Information,
+    Rows,
+    Spectral,
+    TemporalDifference,
+    Transition,
+)
 
 __all__ = [
     "Transition", "contrastive", "delta_rule", "information", "one_step_gd", "preconditioned_gd", "spectral",
@@ -31,12 +39,17 @@ def one_step_gd(mimo_rank: int = 1) -> Transition:
     return Rows("one_step_gd", ("mimo_x",) if rank > 1 else (), rank)
 
 
-def delta_rule() -> Transition:
+def delta_rule(steps: int = 1) -> Transition:
     """S_t = S' + beta_t k_t (v_t - k_t S')^T; the call's ``beta`` is [B, T, H].
 
     Keys should have length 1 and beta lie in 0..2, else the state grows.
+
+    With ``steps`` n > 1 (Siems et al. 2025, DeltaProduct) k is [B, T, n, H, K], v [B, T, n, H, V] and beta
+    [B, T, n, H]: a token decays the state once, takes such a step for each of its keys in turn, and is read after the
+    last one. Not with `feature_map.rope`.
     """
-    return Transition("delta_rule", ("beta",))
+    n = check_integer("steps", steps, least=1)
+    return Transition("delta_rule", ("beta",)) if n == 1 else DeltaSteps(steps=n)
 
 
 def preconditioned_gd(

@@ -2,7 +2,7 @@
 
 from flexsp.nn.attention import Attention, AttentionCache
 from flexsp.nn.conv import ShortConvolution
-from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from flexsp.nn.delta_layers import DeltaNet, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention
 from flexsp.nn.gated_layers import HGRN, HGRN2, RGLRU, GatedLinearAttention
 from flexsp.nn.layers import Mamba2, SimpleGLA
 from flexsp.nn.mamba import Mamba
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionCache",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",

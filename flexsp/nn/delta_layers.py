@@ -1,7 +1,8 @@
-"""Token mixers of the delta rules: `DeltaNet`, `GatedDeltaNet`, `KimiDeltaAttention` and `GatedDeltaProduct`.
+"""Token mixers of the delta rules: `DeltaNet`, `GatedDeltaNet`, `KimiDeltaAttention`, `GatedDeltaNet2` and
+`GatedDeltaProduct`.
 
 Parameters are named and laid out as in flash-linear-attention, so a state_dict of either loads into the other. Like
-`flexsp.nn.SimpleGLA` all four work on packed documents, under sequence parallelism and token by token.
+`flexsp.nn.SimpleGLA` all five work on packed documents, under sequence parallelism and token by token.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from flexsp.ops import (
     chunk_delta_rule,
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     recurrent_delta_rule,
     recurrent_gated_delta_product,
     recurrent_gated_delta_rule,
+    recurrent_gdn2,
     recurrent_kda,
 )
 from flexsp.ops._delta import activated, beta_of, check_bound
@@ -71,9 +74,9 @@ class _DeltaLayer(RecurrentLayer):
             self.o_norm = GatedRMSNorm(self.head_v_dim, eps, activation=activation)
         self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
 
-    def _add_decay(self, n_biases: int) -> None:
+    def _add_decay(self, n_rates: int, n_biases: int) -> None:
         """The parameters of a log gate -e^{A_log} softplus(x + dt_bias)."""
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
+        self.A_log = nn.Parameter(torch.empty(n_rates))
         self.dt_bias = nn.Parameter(torch.empty(n_biases))
 
     def reset_parameters(self) -> None:
@@ -241,7 +244,7 @@ class GatedDeltaNet(_DeltaLayer):
         self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self._add_decay(self.num_v_heads)
+        self._add_decay(self.num_v_heads, self.num_v_heads)
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_gate else None
         self._add_output(gate, norm_eps, "sigmoid" if output_gate_activation == "sigmoid" else "silu")
@@ -310,7 +313,7 @@ class KimiDeltaAttention(_DeltaLayer):
         gates, V = self.num_v_heads * self.head_k_dim, self.head_v_dim
         self.f_proj = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, gates, bias=False))
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self._add_decay(gates)
+        self._add_decay(self.num_v_heads, gates)
         gate = nn.Sequential(nn.Linear(self.hidden_size, V, bias=False), nn.Linear(V, self.value_dim))
         self._add_output(gate, norm_eps, "sigmoid")
         self.reset_parameters()
@@ -328,6 +331,73 @@ class KimiDeltaAttention(_DeltaLayer):
             "q": q, "k": k, "v": v, "g": g, "beta": self.b_proj(x), "A_log": _wide(self.A_log),
             "dt_bias": _wide(self.dt_bias), "allow_neg_eigval": self.allow_neg_eigval, "lower_bound": self.lower_bound,
             "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True,
+        }  # fmt: skip
+
+
+class GatedDeltaNet2(_DeltaLayer):
+    """Gated DeltaNet-2: one gate a key channel, and strengths of erasing and of writing by channel (arXiv 2605.22791).
+
+    ``S_t = (I - k_t (b_t * k_t)^T) diag(e^{g_t}) S_{t-1} + k_t (w_t * v_t)^T, o_t = K**-0.5 q_t S_t``, with q, k, v
+    from projections followed by short causal convolutions and SiLU, q and k of length 1, ``b = sigmoid(W_b x)``,
+    ``w = sigmoid(W_w x)``, ``g = -e^{A_log} softplus(f(x) + dt_bias)`` (natural log), and
+    ``y = W_o (norm(o) * sigmoid(h(x)))``; f and h are pairs of linear maps with V channels between them.
+
+    Args:
+        hidden_size: model width D.
+        num_heads: heads H of q, k, b and gates.
+        head_dim: their K, 1 to 256.
+        expand_v: heads of v and w have V = head_dim * expand_v, up to 512.
+        num_v_heads: heads HV of v, w and state, a multiple of H, by default H; head h reads those of q, k, b and gates
+            at h // (HV / H).
+        use_short_conv: convolutions over q, k and v.
+        allow_neg_eigval: b doubles, so that the state's transition has eigenvalues from -1 to 1.
+        conv_size: tokens of the convolutions.
+        conv_bias: whether they have biases.
+        norm_eps: of the output norm, which is over each head's V; at least 0.
+
+    Raises:
+        ValueError: an argument that is none of these, which the message names.
+    """
+
+    _ops = (chunk_gdn2, recurrent_gdn2)
+    _least_rate = 1.0
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int = 128,
+        expand_v: float = 1.0,
+        num_v_heads: int | None = None,
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        check_flags(allow_neg_eigval=allow_neg_eigval)
+        self.allow_neg_eigval = allow_neg_eigval
+        self._add_projections(*_grouped(hidden_size, num_heads, num_v_heads, head_dim, expand_v))
+        self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
+        D, V = self.hidden_size, self.head_v_dim
+        self.f_proj = nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, self.key_dim, bias=False))
+        self.b_proj = nn.Linear(D, self.key_dim, bias=False)
+        self.w_proj = nn.Linear(D, self.value_dim, bias=False)
+        self._add_decay(self.num_heads, self.key_dim)
+        self._add_output(nn.Sequential(nn.Linear(D, V, bias=False), nn.Linear(V, self.value_dim)), norm_eps, "sigmoid")
+        self.reset_parameters()
+
+    def _tokens(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> dict[str, Any]:
+        b, w = self.b_proj(x).sigmoid(), self.w_proj(x).sigmoid()
+        g, A_log, bias = self.f_proj(x), _wide(self.A_log), _wide(self.dt_bias).unflatten(-1, q.shape[2:])
+        g, b = (y.unflatten(-1, q.shape[2:]) for y in (g, 2 * b if self.allow_neg_eigval else b))
+        if (repeats := self.num_v_heads // self.num_heads) > 1:
+            g, b = (y.repeat_interleave(repeats, 2) for y in (g, b))
+            A_log, bias = (y.repeat_interleave(repeats, 0) for y in (A_log, bias))
+        return {
+            "q": q, "k": k, "v": v, "g": g, "b": b, "w": w.unflatten(-1, v.shape[2:]), "A_log": A_log, "dt_bias": bias,
+            "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True,
         }  # fmt: skip
 
 
@@ -385,7 +455,7 @@ class GatedDeltaProduct(_DeltaLayer):
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads * n, bias=False)
         if use_forget_gate:
             self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-            self._add_decay(self.num_v_heads)
+            self._add_decay(self.num_v_heads, self.num_v_heads)
         self._add_qkv_convolutions(use_short_conv, conv_size, conv_bias)
         gate = nn.Linear(self.hidden_size, self.value_dim, bias=False) if use_output_gate else None
         self._add_output(gate, norm_eps)

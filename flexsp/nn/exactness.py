@@ -110,7 +110,7 @@ _IN_ITS_PLACE = (
      "flexsp.nn.Mamba2 is that layer of Mamba-2 (n_groups = 1: the parameters have the same names)"),
     (r"RWKV7Attention", "flexsp.nn.RWKV7 is that layer (the parameters have the same names)"),
     (r"Mamba3", "flexsp.nn.Mamba3 is that layer (the parameters have the same names)"),
-    (r"(Gated)?DeltaNet|KimiDeltaAttention|GatedDeltaProduct|GatedLinearAttention",
+    (r"(Gated)?DeltaNet|GatedDeltaNet2|KimiDeltaAttention|GatedDeltaProduct|GatedLinearAttention",
      "flexsp.nn has that layer under the same name (the parameters of fla's have the same names)"),
     (r"HGRN2?Attention", "flexsp.nn has that layer as HGRN or HGRN2 (the parameters of fla's have the same names)"),
     (r"\w*(Delta|GatedLinearAttention|GLA|HGRN|RetNet|Retention|Lightning|RWKV|Rwkv|LSTM|Mamba|Rglru|RecurrentBlock)\w*",

@@ -3,6 +3,7 @@
 from flexsp.ops.delta_rule import chunk_delta_rule, recurrent_delta_rule
 from flexsp.ops.gated_delta_product import chunk_gated_delta_product, recurrent_gated_delta_product
 from flexsp.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from flexsp.ops.gdn2 import chunk_gdn2, recurrent_gdn2
 from flexsp.ops.gla import chunk_gla, recurrent_gla
 from flexsp.ops.hgrn import chunk_hgrn, recurrent_hgrn
 from flexsp.ops.hgrn2 import chunk_hgrn2, recurrent_hgrn2
@@ -24,6 +25,7 @@ __all__ = [
     "chunk_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
+    "chunk_gdn2",
     "chunk_gla",
     "chunk_hgrn",
     "chunk_hgrn2",
@@ -40,6 +42,7 @@ __all__ = [
     "recurrent_delta_rule",
     "recurrent_gated_delta_product",
     "recurrent_gated_delta_rule",
+    "recurrent_gdn2",
     "recurrent_gla",
     "recurrent_hgrn",
     "recurrent_hgrn2",

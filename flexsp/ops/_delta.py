@@ -51,9 +51,9 @@ class Heads(NamedTuple):
 
 
 @check.once
-def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, steps: int, by_channel: bool) -> Heads:
-    """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V], beta [B, T n, HV] and, unless
-    it is None, g [B, T, HV] or [B, T, HV, K]."""
+def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Optional, g: Optional, steps: int, by_channel: bool) -> Heads:
+    """Shapes, dtypes and device of q [B, T, H, K], k [B, T n, H, K], v [B, T n, HV, V] and, unless they are None, beta
+    [B, T n, HV] and g [B, T, HV] or [B, T, HV, K]."""
     B, T, H, K = check.check_first("q", q, "[B, T, H, K]")
     tokens = "T" if steps == 1 else "T n"
     shape = (B, T * steps, H, K)
@@ -65,7 +65,8 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
         check.fail("v", expected, list(v.shape))
     check.check_head_sizes({"v": V}, q=K)
     dtypes = (q.dtype, torch.float32)
-    check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=dtypes, device=q.device)
+    if beta is not None:
+        check.check_tensor("beta", beta, (B, T * steps, HV), f"[B, {tokens}, HV]", dtypes=dtypes, device=q.device)
     if g is not None:
         wide, dims = ((K,), "[B, T, HV, K]") if by_channel else ((), "[B, T, HV]")
         check.check_tensor("g", g, (B, T, HV, *wide), dims, dtypes=dtypes, device=q.device)
@@ -73,11 +74,22 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Optional, step
 
 
 def check_bound(lower_bound: float | None, safe_gate: bool) -> None:
-    """The least gate of KDA; ``safe_gate`` needs one of at least -5."""
+    """The least gate of a channel; ``safe_gate`` needs one of at least -5."""
     if lower_bound is not None and check_number("lower_bound", lower_bound) >= 0:
         check.fail("lower_bound", "a number below 0, or None", repr(lower_bound))
     if safe_gate and (lower_bound is None or lower_bound < -5):
         check.fail("lower_bound", "a number in [-5, 0) with safe_gate", repr(lower_bound))
+
+
+def check_safe_gates(g: Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:
+    """The arguments that bound gates of channels, and gates that ``safe_gate`` promises."""
+    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    check.check_flag("safe_gate", safe_gate)
+    check_bound(lower_bound, safe_gate and use_gate_in_kernel)
+    if use_gate_in_kernel or not safe_gate:
+        return
+    if isinstance(g, Tensor) and check.readable(g) and g.numel() and g.min() < -5:
+        check.fail("g", "gates in [-5, 0) with safe_gate", f"a smallest value of {g.detach().min().item():g}")
 
 
 @check.once
@@ -144,22 +156,32 @@ def prepared(
     check.check_flag("use_qk_l2norm_in_kernel", norm)
     check.check_flag("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
     check.check_flag("allow_neg_eigval", allow_neg_eigval)
-    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         check.fail("allow_neg_eigval", "False unless use_beta_sigmoid_in_kernel", True)
+    check_raw_gates(use_gate_in_kernel, A_log, dt_bias)
+    tokens = {"q": q, "k": k, "v": v, "beta": beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
+    if g is not None:
+        tokens["g"] = log_gates(g, q, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    return heads._replace(norm=norm), tokens
+
+
+def check_raw_gates(use_gate_in_kernel: bool, A_log: Optional, dt_bias: Optional) -> None:
+    """That there are no arguments for raw gates where gates are none."""
+    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
     if not use_gate_in_kernel:
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
             if x is not None:
                 check.fail(name, "None without use_gate_in_kernel", "a tensor")
-    tokens = {"q": q, "k": k, "v": v, "beta": beta_of(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)}
-    if g is not None:
-        if use_gate_in_kernel:
-            g = activated(g, q, A_log, dt_bias, lower_bound)
-        else:
-            check.check_non_positive("g", g, "natural-log gates <= 0")
-        tokens["g"] = g
-    B, T, H, HV, K, V, _ = heads
-    return Heads(B, T, H, HV, K, V, norm), tokens
+
+
+def log_gates(
+    g: Tensor, like: Tensor, use_gate_in_kernel: bool, A_log: Optional, dt_bias: Optional, lower_bound: float | None
+) -> Tensor:  # fmt: skip
+    """The natural-log gates of an op's arguments, whose shapes have been checked."""
+    if use_gate_in_kernel:
+        return activated(g, like, A_log, dt_bias, lower_bound)
+    check.check_non_positive("g", g, "natural-log gates <= 0")
+    return g
 
 
 def _on_engine(heads: Heads, q: Tensor) -> bool:
@@ -199,7 +221,8 @@ def run(
     check.same_call(group, name, q, *heads[2:], N, steps, call.cu_seqlens is None)
     if "g" in tokens and not on_engine:
         tokens = tokens | {"g": clamped(tokens["g"], q)}
-    apart = steps > 1 and not on_engine
+    # Kernels for gates of channels have a token's key, query and gate in one row.
+    apart = steps > 1 and (not on_engine or name == "vector_gated_delta")
     if apart:
         tokens = tokens | _by_key(tokens, steps)
     if name == "deltanet":
@@ -222,7 +245,8 @@ def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
     at its first."""
     found = {"q": F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2)}
     if "g" in tokens:
-        found["g"] = F.pad(tokens["g"].unsqueeze(2), (0, 0, 0, steps - 1)).flatten(1, 2)
+        g = tokens["g"]
+        found["g"] = F.pad(g.unsqueeze(2), (*(0, 0) * (g.dim() - 2), 0, steps - 1)).flatten(1, 2)
     return found
 
 

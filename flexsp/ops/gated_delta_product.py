@@ -32,8 +32,9 @@ def chunk_gated_delta_product(
     """S_t = e^{g_t} S_{t-1}, then S_t <- (I - beta_j k_j k_j^T) S_t + beta_j k_j v_j^T for its n steps j; o_t = scale
     q_t S_t.
 
-    Siems et al. 2025, DeltaProduct (arXiv 2502.10297), eq. 4, with the gate of Gated DeltaNet. Step j of token t is
-    row t n + j of k, v and beta. It runs as a gated delta rule of T n tokens, of which only the last of each n is read.
+    Siems et al. 2025, DeltaProduct (arXiv 2502.10297), eq. 4, with the gate of Gated DeltaNet, or with those of
+    `chunk_kda`, one a key channel: diag(e^{g_t}) S_{t-1}. Step j of token t is row t n + j of k, v and beta. It runs as
+    a gated delta rule of T n tokens, of which only the last of each n is read.
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
@@ -41,8 +42,9 @@ def chunk_gated_delta_product(
         v: [B, T n, HV, V] in the same dtype, V as K; HV is a multiple of H, and value head h uses the key head
             h // (HV / H). On Hopper GPUs q and k are read as they are; elsewhere, and in graphs of
             torch.compile, they are repeated in memory.
-        g: natural-log gates [B, T, HV] <= 0, q's dtype or float32; or None, no decay. Values below -104 (-800 for
-            float64 inputs) act as that, a decay of 0, and have no gradient.
+        g: natural-log gates [B, T, HV] <= 0, or [B, T, HV, K], q's dtype or float32; or None, no decay. Values below
+            -104 (-800 for float64 inputs) act as that, a decay of 0, and have no gradient. Gates of channels, and the
+            queries beside them, are spread over the n steps in memory.
         beta: step sizes [B, T n, HV], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.
         num_householder: n, at least 1.
         scale: factor on q; None means K**-0.5.
@@ -67,9 +69,11 @@ def chunk_gated_delta_product(
         >>> o, _ = chunk_gated_delta_product(q, k, v, g, torch.rand(2, 200, 4), 2, use_qk_l2norm_in_kernel=True)
     """
     n = check.check_integer("num_householder", num_householder, least=1)
-    heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
+    name = _program(g)
+    by_channel = name == "vector_gated_delta"
+    heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=by_channel, steps=n)
     call = _delta.Call(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, sp)
-    return _delta.run("deltanet" if g is None else "gated_deltanet", heads, tokens, scale, call, steps=n)
+    return _delta.run(name, heads, tokens, scale, call, steps=n)
 
 
 @one_dtype("q k v")
@@ -99,6 +103,15 @@ def recurrent_gated_delta_product(
         >>> o, state = recurrent_gated_delta_product(q, k, v, g, torch.rand(2, 3, 4), 3, output_final_state=True)
     """
     n = check.check_integer("num_householder", num_householder, least=1)
-    heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, steps=n)
+    name = _program(g)
+    by_channel = name == "vector_gated_delta"
+    heads, tokens = _delta.prepared(q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=by_channel, steps=n)
     call = _delta.Call(initial_state, output_final_state, False, cu_seqlens)
-    return _delta.recurrent("deltanet" if g is None else "gated_deltanet", heads, tokens, scale, call, steps=n)
+    return _delta.recurrent(name, heads, tokens, scale, call, steps=n)
+
+
+def _program(g: torch.Tensor | None) -> str:
+    """For gates of heads or of channels, or for none."""
+    if g is None:
+        return "deltanet"
+    return "vector_gated_delta" if isinstance(g, torch.Tensor) and g.dim() == 4 else "gated_deltanet"

@@ -6,7 +6,6 @@ import torch
 
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _delta
-from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 
 __all__ = ["chunk_kda", "recurrent_kda"]
@@ -80,7 +79,7 @@ def chunk_kda(
         >>> g, beta = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 64)), torch.rand(2, 100, 4)
         >>> o, state = chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
     """
-    _check_bound(g, use_gate_in_kernel, safe_gate, lower_bound)
+    _delta.check_safe_gates(g, use_gate_in_kernel, safe_gate, lower_bound)
     heads, tokens = _delta.prepared(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=True, allow_neg_eigval=allow_neg_eigval,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
@@ -122,7 +121,7 @@ def recurrent_kda(
         >>> g, beta = -torch.rand(2, 1, 4, 64), torch.rand(2, 1, 4)
         >>> o, state = recurrent_kda(q, k, v, g, beta, output_final_state=True)
     """
-    _check_bound(g, use_gate_in_kernel, False, lower_bound)
+    _delta.check_safe_gates(g, use_gate_in_kernel, False, lower_bound)
     heads, tokens = _delta.prepared(
         q, k, v, beta, g, use_qk_l2norm_in_kernel, by_channel=True, allow_neg_eigval=allow_neg_eigval,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log,
@@ -130,13 +129,3 @@ def recurrent_kda(
     )  # fmt: skip
     call = _delta.Call(initial_state, output_final_state, state_v_first, cu_seqlens)
     return _delta.recurrent("vector_gated_delta", heads, tokens, scale, call)
-
-
-def _check_bound(g: torch.Tensor, use_gate_in_kernel: bool, safe_gate: bool, lower_bound: float | None) -> None:
-    check.check_flag("use_gate_in_kernel", use_gate_in_kernel)
-    check.check_flag("safe_gate", safe_gate)
-    _delta.check_bound(lower_bound, safe_gate and use_gate_in_kernel)
-    if use_gate_in_kernel or not safe_gate:
-        return
-    if isinstance(g, torch.Tensor) and check.readable(g) and g.numel() and g.min() < -5:
-        check.fail("g", "gates in [-5, 0) with safe_gate", f"a smallest value of {g.detach().min().item():g}")

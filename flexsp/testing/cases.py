@@ -111,6 +111,12 @@ def _delta(
     return made
 
 
+def _gdn2(s: Shape, r: torch.Generator, groups: int = 1, gate_in_kernel: bool = False) -> dict[str, Any]:
+    made = _delta(s, r, groups, "channel", gate_in_kernel=gate_in_kernel)
+    strong = (torch.rand(s.B, s.T, s.H, n, generator=r).double() for n in (s.K, s.V))
+    return {name: x for name, x in made.items() if name != "beta"} | dict(zip("bw", strong, strict=True))
+
+
 def _product_op(**x: Any) -> Any:
     n = x["k"].shape[2]
     flat = {name: x[name].flatten(1, 2) for name in ("k", "v", "beta")}
@@ -149,6 +155,9 @@ _IN_KERNEL = {**_NORM, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": T
 _delta_case = partial(Case, oracle=oracles.delta_rule, tokens=("q", "k", "v", "beta"), constants=_NORM)
 _gated_case = partial(_delta_case, tokens=("q", "k", "v", "beta", "g"))
 _in_kernel = partial(_gated_case, shared=("A_log", "dt_bias"), draws=4 * DRAWS)
+_gdn2_case = partial(
+    Case, ops.chunk_gdn2, oracles.gdn2, tokens=("q", "k", "v", "g", "b", "w"), constants=_NORM
+)  # fmt: skip
 
 PROGRAM_CASES: dict[str, Case] = {
     "delta_rule": _delta_case(ops.chunk_delta_rule, make=_delta),
@@ -162,9 +171,17 @@ PROGRAM_CASES: dict[str, Case] = {
         ops.chunk_kda, make=partial(_delta, groups=2, gate="channel", gate_in_kernel=True),
         constants={**_IN_KERNEL, "lower_bound": -4.0},
     ),
+    "gdn2": _gdn2_case(make=_gdn2),
+    "gdn2_in_kernel": _gdn2_case(
+        make=partial(_gdn2, groups=2, gate_in_kernel=True), shared=("A_log", "dt_bias"), draws=4 * DRAWS,
+        constants={**_NORM, "use_gate_in_kernel": True, "lower_bound": -4.0},
+    ),
     "delta_product": _delta_case(_product_op, oracle=_product_oracle, make=partial(_delta, steps=3)),
     "gated_delta_product": _gated_case(
         _product_op, oracle=_product_oracle, make=partial(_delta, groups=2, gate="head", steps=2)
+    ),
+    "kda_product": _gated_case(
+        _product_op, oracle=_product_oracle, make=partial(_delta, groups=2, gate="channel", steps=2)
     ),
 }  # fmt: skip
 """Ops that call a program of `flexsp.variants`. Those of `CASES` call the engine for scalar decays."""

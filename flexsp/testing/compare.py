@@ -399,6 +399,7 @@ def low_precision(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
+    reads: torch.Tensor | None = None,
     steps: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_loop` as matrix products with operands in q's dtype; for a delta rule `delta_chunks` in float32.
@@ -410,7 +411,7 @@ def low_precision(
     if beta is not None:
         return delta_chunks(
             q.float(), k.float(), v, g, scale=scale, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            steps=steps,
+            reads=reads, steps=steps,
         )  # fmt: skip
     B, T, H, K = q.shape
     V = v.shape[-1]

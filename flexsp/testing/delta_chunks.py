@@ -21,6 +21,7 @@ def delta_chunks(
     beta: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    reads: torch.Tensor | None = None,
     steps: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `token_loop` computes with beta, in float32 (float64 of float64), differentiated by autograd.
@@ -34,7 +35,8 @@ def delta_chunks(
         gates = g.to(wide).clamp(min=MIN_LOG_DECAY).view(B, T, 1, H, -1)
         gates = pad(gates, (0, 0, 0, 0, 0, steps - 1)).flatten(1, 2).transpose(1, 2)
     queries = pad(q.to(wide).unsqueeze(2) * scale, (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2).transpose(1, 2)
-    keys, values, strength = (x.to(wide).transpose(1, 2) for x in (k, v, beta))
+    read = k if reads is None else reads
+    keys, read, values, strength = (x.to(wide).transpose(1, 2) for x in (k, read, v, beta))
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     outputs, finals = [values[:, :, :0]], []
     for n, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -43,8 +45,9 @@ def delta_chunks(
             state = initial_state if cu_seqlens is None else initial_state[n : n + 1]
         for at in range(begin * steps, end * steps, CHUNK):
             rows = slice(at, min(at + CHUNK, end * steps))
-            q_c, k_c, v_c, beta_c = (x[:, :, rows] for x in (queries, keys, values, strength))
-            o, state = _chunk(q_c, k_c, v_c, beta_c, None if gates is None else gates[:, :, rows], state)
+            written = keys[:, :, rows] * strength[:, :, rows, None]
+            q_c, r_c, v_c = (x[:, :, rows] for x in (queries, read, values))
+            o, state = _chunk(q_c, r_c, written, v_c, None if gates is None else gates[:, :, rows], state)
             outputs.append(o)
         finals.append(state)
     rows_of_o = torch.cat(outputs, dim=2).transpose(1, 2)
@@ -52,10 +55,11 @@ def delta_chunks(
 
 
 def _chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g: torch.Tensor | None, S: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, written: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, S: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, H, C, V] and the next state, of rows [B, H, C, ...] and gates [B, H, C, 1 or K]."""
-    written, one = k * beta[..., None], torch.eye(k.shape[2], dtype=k.dtype)
+    """o [B, H, C, V] and the next state, of rows [B, H, C, ...] and gates [B, H, C, 1 or K]; k are the keys that read,
+    written those that write."""
+    one = torch.eye(k.shape[2], dtype=k.dtype)
     if g is None:
         inverse = torch.linalg.inv(one + (k @ written.mT).tril(-1))
         W, U = inverse @ k, inverse @ v

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 __all__ = [
-    "Engine", "delta_rule", "lightning_attn", "linear_attn", "mamba2_ssd", "retention", "simple_gla",
+    "Engine", "delta_rule", "gdn2", "lightning_attn", "linear_attn", "mamba2_ssd", "retention", "simple_gla",
     "token_loop",
 ]  # fmt: skip
 
@@ -30,11 +30,13 @@ def token_loop(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
+    reads: torch.Tensor | None = None,
     steps: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """S_t = e^{g_t} S_{t-1} + k_t v_t^T, o_t = scale q_t S_t, one token after the other.
 
-    With beta a delta rule: S_t = e^{g_t} S_{t-1}, to which each of the token's steps adds beta k (v - k S_t)^T.
+    With beta a delta rule: S_t = e^{g_t} S_{t-1}, to which each of the token's steps adds beta k (v - k S_t)^T; with
+    reads, of k's shape, beta k (v - reads S_t)^T.
     q [B, T, H, K], k [B, T steps, H, K], v [B, T steps, H, V], g [B, T, H] or [B, T, H, K], beta [B, T steps, H];
     states [N, H, K, V], N = B or the number of packed documents.
     """
@@ -52,7 +54,8 @@ def token_loop(
             for s in range(t * steps, (t + 1) * steps):
                 key, new = k[:, s, :, :, None], v[:, s]
                 if beta is not None:
-                    new = beta[:, s, :, None] * (new - (key * state).sum(-2))
+                    read = key if reads is None else reads[:, s, :, :, None]
+                    new = beta[:, s, :, None] * (new - (read * state).sum(-2))
                 state = state + key * new[:, :, None, :]
             o.append(scale * (q[:, t, :, :, None] * state).sum(-2))
         finals.append(state)
@@ -184,20 +187,64 @@ def delta_rule(
     """The delta rule, gated by a head (g of 3 dimensions) or by a key channel (4), with all that comes before it."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scale = 1 / q.shape[-1] ** 0.5 if scale is None else scale
-    if use_qk_l2norm_in_kernel:
-        q, k = ((x / (1e-6 + (x.to(wide) ** 2).sum(-1, keepdim=True)) ** 0.5).to(x.dtype) for x in (q, k))
-    repeats = v.shape[2] // q.shape[2]
-    q, k = q.repeat_interleave(repeats, dim=2), k.repeat_interleave(repeats, dim=2)
+    q, k = (_of_each_head(x, v.shape[2], use_qk_l2norm_in_kernel) for x in (q, k))
     if use_beta_sigmoid_in_kernel:
         beta = (2 if allow_neg_eigval else 1) / (1 + (-beta.to(wide)).exp())
     if use_gate_in_kernel:
         assert g is not None
-        g = g.to(wide) + (0 if dt_bias is None else dt_bias.to(wide).reshape(g.shape[2:]))
-        slope = 1 if A_log is None else A_log.to(wide).exp().view(-1, *[1] * (g.dim() - 3))
-        g = -slope * (1 + g.exp()).log() if lower_bound is None else lower_bound / (1 + (-slope * g).exp())
+        g = _log_gates(g.to(wide), A_log, dt_bias, lower_bound)
     if state_v_first and initial_state is not None:
         initial_state = initial_state.transpose(-1, -2)
     o, state = engine(
         q, k, v, g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, beta=beta, steps=steps
     )  # fmt: skip
     return o, state.transpose(-1, -2) if state_v_first else state
+
+
+def _of_each_head(x: torch.Tensor, heads: int, norm: bool) -> torch.Tensor:
+    """Queries or keys of every value head, of length 1 if ``norm``."""
+    if norm:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x = (x / (1e-6 + (x.to(wide) ** 2).sum(-1, keepdim=True)) ** 0.5).to(x.dtype)
+    return x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def _log_gates(
+    g: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, lower_bound: float | None
+) -> torch.Tensor:  # fmt: skip
+    g = g + (0 if dt_bias is None else dt_bias.to(g.dtype).reshape(g.shape[2:]))
+    slope = 1 if A_log is None else A_log.to(g.dtype).exp().view(-1, *[1] * (g.dim() - 3))
+    return -slope * (1 + g.exp()).log() if lower_bound is None else lower_bound / (1 + (-slope * g).exp())
+
+
+def gdn2(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    b: torch.Tensor,
+    w: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    engine: Engine = token_loop,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta rule that reads with b * k, writes w * v with k, and has a gate a key channel."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scale = 1 / q.shape[-1] ** 0.5 if scale is None else scale
+    q, k = (_of_each_head(x, v.shape[2], use_qk_l2norm_in_kernel) for x in (q, k))
+    if use_gate_in_kernel:
+        g = _log_gates(g.to(wide), A_log, dt_bias, lower_bound)
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.transpose(-1, -2)
+    o, state = engine(
+        q, k, w.to(wide) * v.to(wide), g, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        beta=torch.ones_like(v[..., 0]), reads=b.to(wide) * k.to(wide),
+    )  # fmt: skip
+    return o.to(v.dtype), state.transpose(-1, -2) if state_v_first else state

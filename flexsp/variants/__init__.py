@@ -3,6 +3,7 @@
 from flexsp.variants import (
     deltanet,
     gated_deltanet,
+    gdn2,
     gla,
     gla_outer_gates,
     gla_own_bias,
@@ -20,6 +21,7 @@ from flexsp.variants import (
 __all__ = [
     "deltanet",
     "gated_deltanet",
+    "gdn2",
     "gla",
     "gla_outer_gates",
     "gla_own_bias",

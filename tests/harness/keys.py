@@ -107,7 +107,7 @@ class Keys:
 
     @property
     def steps(self) -> int:
-        return 2 if self.name == "product" else 1
+        return 2 if "product" in self.name else 1
 
     def inputs(self, seed: int) -> dict[str, torch.Tensor]:
         each = [self._sequence(self.B * seed + b) for b in range(self.B)]
@@ -139,7 +139,7 @@ class Keys:
         if self.B > 1:
             given["beta"] *= 1 - 0.1 * torch.rand(1, n, self.H, generator=draw)
         if self.name not in ("delta", "own"):
-            gates = (self.K,) if self.name in ("kda", "rwkv7") else ()
+            gates = (self.K,) if self.name in ("kda", "kda product", "rwkv7", "gdn2") else ()
             given["g"] = -self.gate * torch.rand(1, self.T, self.H, *gates, generator=draw)
         return self.named(given) | {"initial_state": normal(docs, self.H, self.K, self.V)}
 
@@ -150,11 +150,11 @@ class Keys:
     @property
     def op(self) -> Any:
         return {"delta": ops.chunk_delta_rule, "gated": ops.chunk_gated_delta_rule, "kda": ops.chunk_kda,
-                "product": ops.chunk_gated_delta_product}[self.name]  # fmt: skip
+                **dict.fromkeys(("product", "kda product"), ops.chunk_gated_delta_product)}[self.name]  # fmt: skip
 
     def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
         bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
-        if self.name == "product":
+        if self.steps > 1:
             more["num_householder"] = 2
         return self.op(**given, **bounds, **more, output_final_state=True)
 

@@ -1,4 +1,5 @@
-"""Keys that repeat and reflect in programs whose kernels are generated: RWKV-7, and one of a user's own."""
+"""Keys that repeat and reflect in programs whose kernels are generated: RWKV-7, Gated DeltaNet-2, and one of a user's
+own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flexsp.testing import oracles
 from tests.harness.keys import Keys
 from tests.harness.vector_gates import rwkv7
 
-__all__ = ["RWKV7", "Own"]
+__all__ = ["GDN2", "RWKV7", "Own"]
 
 
 class RWKV7(Keys):
@@ -31,6 +32,22 @@ class RWKV7(Keys):
 
     def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
         return rwkv7(**given, cu_seqlens=torch.tensor(self.bounds) if self.bounds else None, engine=engine)
+
+
+class GDN2(Keys):
+    """Its strengths of erasing are up to a tenth less than beta, in every channel by something else."""
+
+    def named(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        beta, made = given.pop("beta").unsqueeze(-1), torch.Generator().manual_seed(self.T)
+        less, write = (torch.rand(1, self.T, self.H, n, generator=made) for n in (self.K, self.V))
+        return given | {"b": (beta * (1 - 0.1 * less)).to(self.dtype), "w": write.to(self.dtype)}
+
+    def call(self, given: dict[str, torch.Tensor], **more: Any) -> Any:
+        bounds = {"cu_seqlens": torch.tensor(self.bounds, device=given["q"].device)} if self.bounds else {}
+        return ops.chunk_gdn2(**given, **bounds, **more, output_final_state=True)
+
+    def loop(self, given: dict[str, torch.Tensor], engine: oracles.Engine = oracles.token_loop) -> Any:
+        return oracles.gdn2(**given, cu_seqlens=torch.tensor(self.bounds) if self.bounds else None, engine=engine)
 
 
 class Own(Keys):

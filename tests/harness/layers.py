@@ -16,6 +16,7 @@ from flexsp.nn import (
     Attention,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     GatedLinearAttention,
     KimiDeltaAttention,
@@ -53,6 +54,7 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
     ),
     "gated-delta": (GatedDeltaNet, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
     "kda": (KimiDeltaAttention, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
+    "gdn2": (GatedDeltaNet2, {"hidden_size": 16, "num_heads": 1, "head_dim": 8, "num_v_heads": 2}, 16),
     "delta-product": (GatedDeltaProduct, {"hidden_size": 16, "num_heads": 2, "head_dim": 8, "expand_v": 1.5}, 16),
     "vector-gla": (
         GatedLinearAttention,

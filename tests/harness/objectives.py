@@ -53,6 +53,11 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "information, a gate a channel": lambda: model(decay.gated(per_head=False), transition.information()),
     "information, no decay": lambda: model(decay.none(), transition.information()),
     "information, steps": lambda: model(decay.exponential(), transition.information()),
+    "steps of a token": lambda: model(decay.gated(), transition.delta_rule(steps=2)),
+    "steps, a gate a channel": lambda: model(decay.gated(per_head=False), transition.delta_rule(3), feature_map.elu()),
+    "steps, no decay": lambda: model(decay.none(), transition.delta_rule(2)),
+    "steps, exponential": lambda: model(decay.exponential(), transition.delta_rule(2)),
+    "steps, fixed": lambda: model(decay.fixed(), transition.delta_rule(2)),
     "contrastive": lambda: model(decay.gated(), transition.contrastive(block=5)),
     "contrastive, large blocks": lambda: model(
         decay.gated(per_head=False), transition.contrastive(block=64, temperature=0.5)
@@ -61,7 +66,7 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
 }  # fmt: skip
 QUICK = (
     "spectral", "read", "read, steps", "write", "mamba3, read", "difference, bootstrapped", "information",
-    "contrastive",
+    "contrastive", "steps, exponential", "steps, a gate a channel",
 )  # fmt: skip
 
 
@@ -77,7 +82,10 @@ def draw_for(what: FlexLinearAttention, B: int, T: int, seed: int) -> Tensors:
 
     rank = what.transition.rank
     keys = (B, T, H, K) if rank == 1 else (B, T, rank, H, K)
-    found = {"q": normal(*keys), "k": normal(*keys), "v": normal(B, T, H, V)}
+    several = [n] if (n := getattr(what.transition, "steps", 1)) > 1 else []
+    found = {"q": normal(*keys), "k": normal(*keys), "v": normal(B, T, *several, H, V)}
+    if several:
+        found["k"] = normal(B, T, *several, H, K)
     shapes = {"theta": (K // 2,), "psi": (V // 2,), "trap": ()}
     for key in what.inputs:
         if key in shapes:
@@ -87,7 +95,7 @@ def draw_for(what: FlexLinearAttention, B: int, T: int, seed: int) -> Tensors:
     if "eta" in what.inputs:
         found["eta"] = normal(B, T, H).sigmoid()
     if "beta" in what.inputs:
-        found["beta"] = normal(B, T, H).sigmoid()
+        found["beta"] = normal(B, T, *several, H).sigmoid()
     if "mimo_x" in what.inputs:
         found["mimo_x"] = normal(H, rank, V)
     if "A" in what.inputs:
@@ -301,8 +309,10 @@ def compare(parts: list[Tensors], whole: Tensors, bound: float) -> None:
 
 
 def delta_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
-    S = a.unsqueeze(-1) * M
-    S = S + outer(x["beta"].unsqueeze(-1) * x["k"], x["v"] - read(x["k"], S))
+    S, n = a.unsqueeze(-1) * M, what.transition.steps
+    for k, v, beta in zip(*(x[key].unbind(1) if n > 1 else [x[key]] for key in ("k", "v", "beta")), strict=True):
+        v = v * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else v
+        S = S + outer(beta.unsqueeze(-1) * k, v - read(k, S))
     return K**-0.5 * read(x["q"], S), S
 
 

@@ -44,6 +44,7 @@ MIXERS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "causal_conv1d": causal_conv1d,
     },
     "fla.layers.kda.KimiDeltaAttention": lambda module: _by(ops.chunk_kda, "chunk_kda", "fused_recurrent_kda"),
+    "fla.layers.gdn2.GatedDeltaNet2": lambda module: _by(ops.chunk_gdn2, "chunk_gdn2", "fused_recurrent_gdn2"),
     "fla.layers.gated_deltaproduct.GatedDeltaProduct": lambda module: {
         **_by(ops.chunk_gated_delta_product, "chunk_gated_delta_product"),
         "fused_recurrent_gated_delta_rule": recurrent_product(module.num_householder),

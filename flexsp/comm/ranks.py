@@ -51,6 +51,7 @@ class Ranks:
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
         calls: exchanges begun.
         compared: texts compared under FLEXSP_CHECK=1.
+        asked: how often ranks told each other their lengths.
         answered: number of the exchange whose backward pass runs, 0 outside of such passes.
         abandoned: calls that an error ended on this rank (`ranks_call`).
         check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
@@ -81,6 +82,7 @@ class Ranks:
         self.calls = 0
         self.abandoned = 0
         self.compared = 0
+        self.asked = 0
         self.answered = 0
         self._lengths: list[int] | None = None
         GROUPS[self.id] = self

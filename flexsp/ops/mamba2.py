@@ -14,6 +14,7 @@ from flexsp.kernels.diagonal.op import diagonal, ssd
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.scan.tokens import without_tail
 
 __all__ = ["mamba2_ssd"]
@@ -22,6 +23,7 @@ NO_LIMIT = (0.0, math.inf)
 
 
 @ranks_call
+@by_recipe
 @one_dtype("x B C z", out="x")
 def mamba2_ssd(
     x: torch.Tensor,

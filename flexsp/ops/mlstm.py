@@ -16,6 +16,7 @@ from flexsp.kernels.operators import plain
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
 
@@ -28,6 +29,7 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_mlstm(
     q: torch.Tensor,

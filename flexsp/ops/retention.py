@@ -7,12 +7,14 @@ import torch
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.ops.simple_gla import chunk_simple_gla
 
 __all__ = ["chunk_retention"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_retention(
     q: torch.Tensor,

@@ -12,12 +12,14 @@ from flexsp.kernels.vector.op import Gates
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.scan.tokens import begins
 
 __all__ = ["recurrent_rg_lru", "rg_lru"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("x", out="x")
 def rg_lru(
     x: torch.Tensor,

@@ -1,0 +1,122 @@
+"""Calls of ops by recipe: calls that look alike are checked and planned once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from flexsp.comm.derivatives import transformed
+from flexsp.comm.group import SequenceParallel, current_sp, resolve_sp
+from flexsp.kernels.operators import plain
+from flexsp.ops import _validate as check
+from flexsp.runtime.kept import keep
+from flexsp.runtime.recipe import Recipe, noted, noting
+
+__all__ = ["by_recipe"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_CALLS, _LAYOUTS = 256, 16  # that are kept of each op, and of each call
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_VALUES = {bool, int, float, str, torch.dtype}
+
+
+class _Kept(NamedTuple):
+    """`guards`: what the call's tensors look like, as torch.compile compares it. `recipe`: None if there is none."""
+
+    guards: Any
+    aligned: list[bool]
+    recipe: Recipe | None
+
+
+def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator of an op with the argument ``sp``. For a call that looks like an earlier one it does again what that
+    did with its tensors (`flexsp.runtime.recipe`), without the op's checks and plans.
+
+    Calls look alike if nothing but addresses and values of their tensors differs. So a call whose values the op may
+    read, on a CPU or under FLEXSP_CHECK=1, has no recipe, nor has one in graphs, under modes or in transforms.
+    """
+    kept: dict[Any, list[_Kept]] = {}
+    at = [*inspect.signature(op).parameters].index("sp")
+
+    @functools.wraps(op)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return op(*args, **kwargs)
+        sp: Any = args[at] if len(args) > at else kwargs.get("sp")
+        group = current_sp() if sp is None else sp
+        tensors: list[torch.Tensor] = []
+        facts: list[Any] = [torch.is_grad_enabled(), *kwargs]
+        known = _look(args, facts, tensors) and _look(kwargs.values(), facts, tensors) and _look_at_ranks(group, facts)
+        if not known or not tensors or _watched(tensors):
+            return op(*args, **kwargs)
+        key = (*facts, tensors[0].shape)
+        found = kept.get(key, ())
+        for each in found:
+            if each.guards.check(*tensors) and each.aligned == _aligned(tensors):
+                if each.recipe is None:
+                    return op(*args, **kwargs)
+                resolve_sp(sp)
+                return each.recipe(tensors)  # type: ignore[no-any-return]
+        if not plain(*tensors) or any([x.layout != torch.strided or x.device != tensors[0].device for x in tensors]):
+            return op(*args, **kwargs)
+        asked, guards, aligned = getattr(group, "asked", 0), _guards(tensors), _aligned(tensors)
+        made, recipe = noted(lambda: op(*args, **kwargs), tensors)
+        if getattr(group, "asked", 0) != asked:  # what other ranks answer may differ the next time
+            recipe = None
+        keep(kept, key, [*found[1 - _LAYOUTS :], _Kept(guards, aligned, recipe)], _CALLS)
+        return made
+
+    run.kept = kept  # type: ignore[attr-defined]
+    return run
+
+
+def _look(values: Iterable[Any], facts: list[Any], tensors: list[torch.Tensor]) -> bool:
+    """Adds tensors, and facts about all else. False where there is something that facts do not tell."""
+    for x in values:
+        kind = type(x)
+        if kind in _TENSORS:
+            facts.append(torch.Tensor)
+            tensors.append(x)
+        elif x is None:
+            facts.append(x)
+        elif kind in _VALUES:
+            facts += (kind, x)  # True is not 1
+        elif isinstance(x, tuple):
+            facts += (kind, len(x))
+            if not _look(x, facts, tensors):
+                return False
+        elif kind is SequenceParallel:
+            facts.append(kind)
+        else:
+            return False
+    return True
+
+
+def _look_at_ranks(group: Any, facts: list[Any]) -> bool:
+    """The same with the group of ranks."""
+    if not isinstance(group, SequenceParallel):
+        return True
+    facts += (group.id, group.transport, group.schedule, *(group.lengths or ()))
+    return not group.check_calls
+
+
+def _watched(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether more may count than what tensors look like: their values, derivatives, what traces or notes the call."""
+    watched = torch.compiler.is_compiling() or transformed() or noting() or check.readable(tensors[0])
+    return watched or any([x.is_nested for x in tensors])
+
+
+def _aligned(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    return [x.data_ptr() % 16 == 0 for x in tensors]
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Any:
+    """Tells tensors of other types, dtypes, devices, sizes, strides or needs of gradients, and other modes. It is what
+    graphs of torch.compile check their inputs with, in a tenth of the time that Python would take."""
+    made: Any = torch._C._dynamo.guards.TensorGuards
+    return made(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)

@@ -1,0 +1,136 @@
+"""Recipes of calls: what an op did with its tensors, noted once, is done again for calls that look alike.
+
+An op checks its arguments, works out how they are cut, and calls a few functions of tensors, which are marked as
+`step`. While a call is noted, each of them leaves what it was called with. If the arguments of every step are the op's
+own tensors, outputs of earlier steps, or values that hold no tensor, and what the op returns is made of these, then the
+steps are all that calls alike do with tensors, and a `Recipe` of them takes the place of the op. Any other operation on
+tensors in between leaves a tensor that no step made, and then there is no recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["Recipe", "noted", "noting", "step"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Here(threading.local):
+    notes: _Notes | None = None
+
+
+_here = _Here()
+
+
+_Get = Callable[[list[Any]], Any]
+"""Takes an argument from the tensors of a call, with the outputs of its steps behind them."""
+
+
+class _Unknown(Exception):
+    """A tensor that no step made."""
+
+
+class _Notes:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.seen = [*tensors]  # kept alive, so that no other tensor gets their ids
+        self.places = {id(x): i for i, x in enumerate(tensors)}
+        self.steps: list[tuple[Callable[..., Any], list[Any], list[tuple[int, _Get]]]] = []
+        self.complete = len(self.places) == len(self.seen)  # calls with a tensor twice do not tell the two apart
+
+    def add(self, fn: Callable[..., Any], args: Sequence[Any], made: Any) -> None:
+        try:
+            found = [self.getter(x) for x in args]
+        except _Unknown:
+            self.complete = False
+            return
+        values = [x if get is None else None for x, get in zip(args, found, strict=True)]
+        self.steps.append((fn, values, [(i, get) for i, get in enumerate(found) if get is not None]))
+        for x in made if isinstance(made, tuple) else (made,):
+            self.places[id(x)] = len(self.seen)
+            self.seen.append(x)
+
+    def getter(self, x: Any) -> _Get | None:
+        """What takes `x` from the tensors; None for a value without tensors."""
+        if isinstance(x, torch.Tensor):
+            if id(x) not in self.places:
+                raise _Unknown
+            return operator.itemgetter(self.places[id(x)])
+        if isinstance(x, dict):
+            raise _Unknown
+        if not isinstance(x, (list, tuple)):
+            return None
+        parts = [self.getter(y) for y in x]
+        if all(get is None for get in parts):
+            return None
+        make, each = getattr(type(x), "_make", type(x)), [*zip(x, parts, strict=True)]
+        return lambda tensors: make([y if get is None else get(tensors) for y, get in each])
+
+
+class Recipe:
+    """The steps of a call, and what it returns."""
+
+    def __init__(self, notes: _Notes, returned: _Get) -> None:
+        self._steps, self._returned = notes.steps, returned
+
+    def __call__(self, tensors: list[Any]) -> Any:
+        """What the call returns for these tensors. The list is added to."""
+        for fn, values, getters in self._steps:
+            args = values.copy()
+            for i, get in getters:
+                args[i] = get(tensors)
+            made = fn(*args)
+            if isinstance(made, tuple):
+                tensors += made
+            else:
+                tensors.append(made)
+        return self._returned(tensors)
+
+
+def noting() -> bool:
+    """Whether a call is being noted in this thread."""
+    return _here.notes is not None
+
+
+def noted(call: Callable[[], _R], tensors: Sequence[torch.Tensor]) -> tuple[_R, Recipe | None]:
+    """What `call` returns, and the recipe of it, None where there is none. `tensors` are all that it is given."""
+    notes = _here.notes = _Notes(tensors)
+    try:
+        made = call()
+    finally:
+        _here.notes = None
+    if not notes.complete or not notes.steps:
+        return made, None
+    try:
+        returned = notes.getter(made)
+    except _Unknown:
+        return made, None
+    return made, None if returned is None else Recipe(notes, returned)
+
+
+def step(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator of a function that recipes may hold. What it does depends on its arguments alone, which may hold tensors
+    in tuples and lists, and it returns a tensor, or a tuple of tensors and None."""
+
+    @functools.wraps(fn)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        notes = _here.notes
+        if notes is None:
+            return fn(*args, **kwargs)
+        _here.notes = None  # what it calls is part of it
+        try:
+            made = fn(*args, **kwargs)
+        finally:
+            _here.notes = notes
+        assert not kwargs, f"{fn.__name__}: arguments of steps have no names"
+        notes.add(fn, args, made)
+        return made
+
+    return run

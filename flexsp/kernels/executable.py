@@ -135,6 +135,7 @@ class Executable(Generic[_P]):
         plan.check_results(launches, ["o", *(["@final"] if plan.returns_final else [])])
         self._kept = frozenset(name for name in plan.check_order(launches) if plan.saved(name))
         self._reserve(launches, {Role.SAVED: self.saved, Role.SCRATCH: self.scratch})
+        self.both = Workspace(self.saved, self.scratch)
         self.forward = [*self._steps(launches, (0, 0, 0)), *self._tails({"o": _rows_of(self.out[given.batched :])})]
         self.backwards: dict[Any, Backward] = {}
         self._has_look = type(plan).look is not LaunchPlan.look
@@ -285,20 +286,25 @@ class Executable(Generic[_P]):
         return found
 
     def run_forward(
-        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False
-    ) -> tuple[torch.Tensor, Optional, torch.Tensor]:
-        """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written)."""
+        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
+        last: bool = False,
+    ) -> tuple[torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
+        """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written).
+
+        `last`: there is no backward pass, and one piece of memory for all.
+        """
         given = self.inputs(tensors, initial, table)
         lead = tensors[0]
         o = given["o"] = lead.new_empty(self.out, dtype=self.dtype)
         final = None
         if self.plan.returns_final:
             final = given["@final"] = self._edge(lead)
-        saved = lead.new_empty(self.saved.nbytes, dtype=torch.uint8)
+        kept = self.both if last else self.saved
+        saved = lead.new_empty(kept.nbytes, dtype=torch.uint8)
         if filled:
             saved.zero_()
-        workspaces = [(self.saved, saved)]
-        if self.scratch.nbytes:
+        workspaces = [(kept, saved)]
+        if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, lead.new_empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
         run_steps(self.forward, frame, self.device)

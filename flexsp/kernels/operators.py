@@ -438,7 +438,7 @@ def run(
     if backward or not plan.surely_fits:
         executable.precompile(tensors, initial, backward)
     if not backward:
-        return executable.run_forward(tensors, initial, table)[:2]
+        return executable.run_forward(tensors, initial, table, last=True)[:2]
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
     asked = key, sp_id, plan.n_docs, scale, plan.returns_final
     return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)

@@ -17,6 +17,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.runtime.recipe import step
 from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
 
@@ -101,11 +102,12 @@ def chunk_mlstm(
     scale = check.check_scale(scale, K)
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
     if sp is not None:  # two exchanges
-        _, q, k, v, i, f, *given = share_backward(sp, q, k, v, i, f, *given)
+        _, q, k, v, i, f, *given = _shared(sp, q, k, v, i, f, *given)
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
-    gates, last_m = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
+    *made, last_m = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
+    gates = in_pytorch.Gates(*made)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
     reads, keys = q.to(kind), k.to(kind)
     rows: Any = in_pytorch
@@ -118,7 +120,7 @@ def chunk_mlstm(
     # The gradient of h jumps where the denominator crosses its lower bound, so the denominator must be precise: its
     # weights are the values, in float32, instead of factors of the keys.
     denominator, n = diagonal(
-        reads, keys, gates.weight.unsqueeze(-1), gates.log_forget, scale=scale,
+        reads, keys, _column(gates.weight), gates.log_forget, scale=scale,
         initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
         cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
@@ -127,8 +129,16 @@ def chunk_mlstm(
     if C is None or n is None:
         return h, None
     if sp is not None:
-        _, h, C, n = share_backward(sp, h, C, n)
+        _, h, C, n = _shared(sp, h, C, n)
     return h, _last(last_m, C, n.squeeze(-1))
+
+
+_shared = step(share_backward)
+
+
+@step
+def _column(x: torch.Tensor) -> torch.Tensor:
+    return x.unsqueeze(-1)
 
 
 @one_dtype("q k v")
@@ -163,7 +173,8 @@ def recurrent_mlstm(
     q, k, v, i, f = _tokens_first(head_first, q, k, v, i, f)
     B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
-    gates, last_m = _stabilised(q, i, f, m, B, None, None)
+    *made, last_m = _stabilised(q, i, f, m, B, None, None)
+    gates = in_pytorch.Gates(*made)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
     written = programs.wide(k, q) * gates.weight.unsqueeze(-1)
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
@@ -185,8 +196,8 @@ def _last(final: torch.Tensor, C: torch.Tensor, n: torch.Tensor) -> State:
 def _stabilised(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
-) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
-    """The gates relative to their maxima m, and the final m [N, H]. m is computed in float64 and is a constant to
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """The gates relative to their maxima m, and behind them the final m [N, H]. m is computed in float64 and is a constant to
     autograd.
 
     Results do not depend on m as long as all factors use the same one. So its differences are taken in float64, too.
@@ -205,13 +216,14 @@ def _stabilised(
     m = along[..., 1:]
     last = along[..., -1] if documents is None else documents.last(m, begun)
     dtype = check.accumulation_dtype(q)
-    return in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
+    return *in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
 
 
+@step
 def _stabilised_in_kernels(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
-) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """`_stabilised` by kernels, in float32."""
     from flexsp.kernels.mlstm import gates
 
@@ -227,8 +239,8 @@ def _stabilised_in_kernels(
         entering = enters(*found.all, entering, cut, sp, MAXIMA)
     made = gates.gates(f, i, starts, found, entering)
     if documents is not None:
-        return made, documents.last(made.m.transpose(1, 2), begun)
-    return made, made.m[:, -1] if T else entering
+        return *made, documents.last(made.m.transpose(1, 2), begun)
+    return *made, made.m[:, -1] if T else entering
 
 
 def _begun(i: torch.Tensor, start: Optional, N: int) -> torch.Tensor:

@@ -70,7 +70,8 @@ class _Notes:
         parts = [self.getter(y) for y in x]
         if all(get is None for get in parts):
             return None
-        make, each = getattr(type(x), "_make", type(x)), [*zip(x, parts, strict=True)]
+        make = getattr(type(x), "_make", type(x))
+        each = [(y if get is None else None, get) for y, get in zip(x, parts, strict=True)]  # which holds no tensor
         return lambda tensors: make([y if get is None else get(tensors) for y, get in each])
 
 

@@ -168,7 +168,7 @@ def _cut(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | None)
 
 
 def _forward(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | None) -> torch.Tensor:
-    y = x.new_empty(x.shape, dtype=torch.float32)
+    y = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
     if not x.numel():
         return y
     tensors = _given(x, A_log, bias)

@@ -18,6 +18,7 @@ from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import Gates, vector_state
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread
+from flexsp.runtime.recipe import step
 
 __all__ = [
     "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "recur_matrix",
@@ -63,14 +64,25 @@ def initial_state(
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.check_state("initial_state", call.initial_state, (N, *sizes), f"[N, {dims}]", x, call.cu_seqlens, group)
     swap = call.state_v_first and call.initial_state is not None
-    return call.initial_state.transpose(-1, -2) if swap else call.initial_state  # type: ignore[union-attr]
+    return turned(call.initial_state) if swap else call.initial_state  # type: ignore[arg-type]
 
 
 def final_state(state: Optional, call: Call) -> Optional:
     """The final states in the caller's layout, or None if the caller did not ask for them."""
     if state is None or not call.output_final_state:
         return None
-    return state.transpose(-1, -2).contiguous() if call.state_v_first else state
+    return contiguous(turned(state)) if call.state_v_first else state
+
+
+@step
+def turned(state: Tensor) -> Tensor:
+    """A view of a state with rows as columns."""
+    return state.transpose(-1, -2)
+
+
+@step
+def contiguous(x: Tensor) -> Tensor:
+    return x.contiguous()
 
 
 class Sizes(NamedTuple):

@@ -197,8 +197,8 @@ def _stabilised(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The gates relative to their maxima m, and behind them the final m [N, H]. m is computed in float64 and is a constant to
-    autograd.
+    """The gates relative to their maxima m, and behind them the final m [N, H]. m is computed in float64 and is a
+    constant to autograd.
 
     Results do not depend on m as long as all factors use the same one. So its differences are taken in float64, too.
 

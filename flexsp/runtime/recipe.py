@@ -117,12 +117,12 @@ def noted(call: Callable[[], _R], tensors: Sequence[torch.Tensor]) -> tuple[_R, 
 
 
 def step(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of a function that recipes may hold. What it does depends on its arguments alone, which may hold tensors
-    in tuples and lists, and it returns a tensor, or a tuple of tensors and None."""
+    """Decorator of a function that recipes may hold. What it does depends on its arguments alone, which may hold
+    tensors in tuples and lists, and it returns a tensor, or a tuple of tensors and None."""
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        notes = _here.notes
+        notes = None if torch.compiler.is_compiling() else _here.notes
         if notes is None:
             return fn(*args, **kwargs)
         _here.notes = None  # what it calls is part of it

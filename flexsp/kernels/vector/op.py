@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["Gates", "vector_state"]
 
 Optional = torch.Tensor | None
-_flatten, _unflatten = step(torch.Tensor.flatten), step(torch.Tensor.unflatten)
 
 
 class _Vector(Engine):
@@ -87,3 +86,13 @@ def vector_state(
     form = f"{flags}|{op} on {x.dtype}{', packed' if cu_seqlens is not None else ''}"
     o, last = _Vector.run(form, tensors, initial, cu_seqlens, output_final_state=output_final_state, sp=sp)
     return _flatten(o, 2), None if last is None else _flatten(last, 1)
+
+
+@step
+def _unflatten(x: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    return x.unflatten(dim, sizes)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@step
+def _flatten(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.flatten(dim)

@@ -16,9 +16,9 @@ from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.kernels import gates
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import Gates, vector_state
+from flexsp.kernels.views import contiguous, turned
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread
-from flexsp.runtime.recipe import step
 
 __all__ = [
     "Call", "Sizes", "clamped", "factor_of", "final_state", "initial_state", "known", "matrix_loop", "recur_matrix",
@@ -72,17 +72,6 @@ def final_state(state: Optional, call: Call) -> Optional:
     if state is None or not call.output_final_state:
         return None
     return contiguous(turned(state)) if call.state_v_first else state
-
-
-@step
-def turned(state: Tensor) -> Tensor:
-    """A view of a state with rows as columns."""
-    return state.transpose(-1, -2)
-
-
-@step
-def contiguous(x: Tensor) -> Tensor:
-    return x.contiguous()
 
 
 class Sizes(NamedTuple):

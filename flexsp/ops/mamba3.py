@@ -17,7 +17,6 @@ from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
-from flexsp.ops._recipe import by_recipe
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
@@ -56,7 +55,6 @@ class Mamba3State(NamedTuple):
 
 
 @ranks_call
-@by_recipe
 @one_dtype("x B C", out="x")
 def mamba3(
     x: torch.Tensor,

@@ -13,6 +13,7 @@ from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
+from flexsp.kernels.views import unsqueeze
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
@@ -106,8 +107,7 @@ def chunk_mlstm(
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
-    *made, last_m = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
-    gates = in_pytorch.Gates(*made)
+    gates, last_m = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
     reads, keys = q.to(kind), k.to(kind)
     rows: Any = in_pytorch
@@ -120,7 +120,7 @@ def chunk_mlstm(
     # The gradient of h jumps where the denominator crosses its lower bound, so the denominator must be precise: its
     # weights are the values, in float32, instead of factors of the keys.
     denominator, n = diagonal(
-        reads, keys, _column(gates.weight), gates.log_forget, scale=scale,
+        reads, keys, unsqueeze(gates.weight, -1), gates.log_forget, scale=scale,
         initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
         cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
@@ -134,11 +134,6 @@ def chunk_mlstm(
 
 
 _shared = step(share_backward)
-
-
-@step
-def _column(x: torch.Tensor) -> torch.Tensor:
-    return x.unsqueeze(-1)
 
 
 @one_dtype("q k v")
@@ -173,10 +168,9 @@ def recurrent_mlstm(
     q, k, v, i, f = _tokens_first(head_first, q, k, v, i, f)
     B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
-    *made, last_m = _stabilised(q, i, f, m, B, None, None)
-    gates = in_pytorch.Gates(*made)
+    gates, last_m = _stabilised(q, i, f, m, B, None, None)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
-    written = programs.wide(k, q) * gates.weight.unsqueeze(-1)
+    written = programs.wide(k, q) * unsqueeze(gates.weight, -1)
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp(), state)
@@ -196,9 +190,9 @@ def _last(final: torch.Tensor, C: torch.Tensor, n: torch.Tensor) -> State:
 def _stabilised(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The gates relative to their maxima m, and behind them the final m [N, H]. m is computed in float64 and is a
-    constant to autograd.
+) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
+    """The gates relative to their maxima m, and the final m [N, H]. m is computed in float64 and is a constant to
+    autograd.
 
     Results do not depend on m as long as all factors use the same one. So its differences are taken in float64, too.
 
@@ -216,14 +210,14 @@ def _stabilised(
     m = along[..., 1:]
     last = along[..., -1] if documents is None else documents.last(m, begun)
     dtype = check.accumulation_dtype(q)
-    return *in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
+    return in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
 
 
 @step
 def _stabilised_in_kernels(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
     """`_stabilised` by kernels, in float32."""
     from flexsp.kernels.mlstm import gates
 
@@ -239,8 +233,8 @@ def _stabilised_in_kernels(
         entering = enters(*found.all, entering, cut, sp, MAXIMA)
     made = gates.gates(f, i, starts, found, entering)
     if documents is not None:
-        return *made, documents.last(made.m.transpose(1, 2), begun)
-    return *made, made.m[:, -1] if T else entering
+        return made, documents.last(made.m.transpose(1, 2), begun)
+    return made, made.m[:, -1] if T else entering
 
 
 def _begun(i: torch.Tensor, start: Optional, N: int) -> torch.Tensor:

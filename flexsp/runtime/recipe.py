@@ -53,7 +53,7 @@ class _Notes:
             return
         values = [x if get is None else None for x, get in zip(args, found, strict=True)]
         self.steps.append((fn, values, [(i, get) for i, get in enumerate(found) if get is not None]))
-        for x in made if isinstance(made, tuple) else (made,):
+        for x in _outputs(made):
             self.places[id(x)] = len(self.seen)
             self.seen.append(x)
 
@@ -87,12 +87,15 @@ class Recipe:
             args = values.copy()
             for i, get in getters:
                 args[i] = get(tensors)
-            made = fn(*args)
-            if isinstance(made, tuple):
-                tensors += made
-            else:
-                tensors.append(made)
+            tensors += _outputs(fn(*args))
         return self._returned(tensors)
+
+
+def _outputs(made: Any) -> list[Any]:
+    """What a step returned, one by one."""
+    if not isinstance(made, tuple):
+        return [made]
+    return [y for x in made for y in (_outputs(x) if isinstance(x, tuple) else (x,))]
 
 
 def noting() -> bool:
@@ -118,7 +121,7 @@ def noted(call: Callable[[], _R], tensors: Sequence[torch.Tensor]) -> tuple[_R, 
 
 def step(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator of a function that recipes may hold. What it does depends on its arguments alone, which may hold
-    tensors in tuples and lists, and it returns a tensor, or a tuple of tensors and None."""
+    tensors in tuples and lists, and it returns a tensor, None, or a tuple of these."""
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -60,9 +60,10 @@ def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
             if each.guards.check(*tensors) and each.aligned == _aligned(tensors):
                 if each.recipe is None:
                     return op(*args, **kwargs)
-                resolve_sp(sp)
+                if group is not None:
+                    resolve_sp(sp)  # which refuses what would be recomputed outside of the group
                 return each.recipe(tensors)  # type: ignore[no-any-return]
-        if not plain(*tensors) or any([x.layout != torch.strided or x.device != tensors[0].device for x in tensors]):
+        if not _comparable(tensors):
             return op(*args, **kwargs)
         asked, guards, aligned = getattr(group, "asked", 0), _guards(tensors), _aligned(tensors)
         made, recipe = noted(lambda: op(*args, **kwargs), tensors)
@@ -109,6 +110,12 @@ def _watched(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether more may count than what tensors look like: their values, derivatives, what traces or notes the call."""
     watched = torch.compiler.is_compiling() or transformed() or noting() or check.readable(tensors[0])
     return watched or any([x.is_nested for x in tensors])
+
+
+def _comparable(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether guards know such tensors again, each for itself."""
+    alike = all([x.layout == torch.strided and x.device == tensors[0].device for x in tensors])
+    return alike and plain(*tensors) and len({id(x) for x in tensors}) == len(tensors)
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> list[bool]:

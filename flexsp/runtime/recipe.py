@@ -43,7 +43,7 @@ class _Notes:
         self.seen = [*tensors]  # kept alive, so that no other tensor gets their ids
         self.places = {id(x): i for i, x in enumerate(tensors)}
         self.steps: list[tuple[Callable[..., Any], list[Any], list[tuple[int, _Get]]]] = []
-        self.complete = len(self.places) == len(self.seen)  # calls with a tensor twice do not tell the two apart
+        self.complete = True
 
     def add(self, fn: Callable[..., Any], args: Sequence[Any], made: Any) -> None:
         try:
@@ -104,7 +104,8 @@ def noting() -> bool:
 
 
 def noted(call: Callable[[], _R], tensors: Sequence[torch.Tensor]) -> tuple[_R, Recipe | None]:
-    """What `call` returns, and the recipe of it, None where there is none. `tensors` are all that it is given."""
+    """What `call` returns, and the recipe of it, None where there is none. `tensors` are all that it is given, each
+    once: else nothing would tell which of two a step reads."""
     notes = _here.notes = _Notes(tensors)
     try:
         made = call()

@@ -43,10 +43,8 @@ OPS = [
         "flexsp/ops/mamba2.py",
         ("without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)", "(y + x * weight).to(x.dtype)", "a skip reaches the tail",
          _TAIL + "test_in_pytorch[mamba2]"),
-        ("@check.once\n", "", "shapes that were looked at before are looked at again",
-         "tests/test_kept_calls.py::test_calls_worked_out_before_run_few_functions[mamba2_ssd]"),
         ('    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")\n', "", "states may grow",
-         "tests/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[rates]"),
+         "tests/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[read-rates]"),
         ("if state_v_first is None and states:", "if False:", "the layout of states is guessed", "tests/test_validation.py::test_mamba2"),
     ),
     *_in(

@@ -183,6 +183,30 @@ def test_buffers_lie_in_memory_that_begins_anywhere() -> None:
     assert second.tolist() == torch.arange(320, 344).view(2, 3, 4).tolist() and second.is_contiguous()
 
 
+def test_buffers_of_two_workspaces_in_one_piece_of_memory() -> None:
+    one, other = Workspace(), Workspace()
+    for made, name in ((one, "a"), (one, "b"), (other, "c")):
+        made.add(name, torch.int32, 3, 5)
+    both = Workspace(one, other)
+    memory = torch.zeros(both.nbytes, dtype=torch.uint8)
+    assert both.nbytes == one.nbytes + other.nbytes
+    for n, name in enumerate("abc"):
+        both.view(memory, name).fill_(n)
+    assert [both.view(memory, name).unique().tolist() for name in "abc"] == [[0], [1], [2]]
+
+
+def test_buffers_that_are_alike_are_one() -> None:
+    made = Workspace()
+    for name, dtype in (("a", torch.int32), ("b", torch.int32), ("c", torch.int32), ("d", torch.float32)):
+        made.add(name, dtype, 3, 5)
+    made.add("e", torch.float32, 5, 3)
+    memory = torch.arange(made.nbytes // 4, dtype=torch.int32).view(torch.uint8)
+    assert made.join("abc", ["a", "b", "c"])
+    assert all(torch.equal(x, made.view(memory, name)) for x, name in zip(made.view(memory, "abc"), "abc", strict=True))
+    unlike = [], ["a"], ["a", "c", "b"], ["c", "d"], ["d", "e"], ["e", "f"]
+    assert not any(made.join("more", parts) for parts in unlike)
+
+
 @pytest.mark.parametrize(
     ("strides", "others", "alike"),
     [

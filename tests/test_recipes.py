@@ -29,7 +29,7 @@ SMALL = Shape(B=1, T=20, H=2, K=16, V=16)
 READS = _validate.readable
 BY_RECIPE = {
     "linear", "simple_gla", "gamma", "retention", "lightning", "mamba2_groups", "gla", "hgrn", "hgrn2", "rg_lru",
-    "rwkv6", "rwkv7", "selective_scan", "mlstm",
+    "rwkv6", "rwkv7", "selective_scan", "mamba3", "mlstm",
 }  # fmt: skip
 """Cases whose ops have recipes; others do more with tensors than steps do."""
 
@@ -273,6 +273,11 @@ def parts(x: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, None, torch.Tensor
     return x[0] + 1, None, x[1] - 1
 
 
+@step
+def named(x: Tensors) -> torch.Tensor:
+    return x["x"] * 2
+
+
 def test_steps_are_done_again_with_other_tensors() -> None:
     a, b = torch.randn(2, 3).unbind(0)
 
@@ -291,7 +296,8 @@ def test_steps_are_done_again_with_other_tensors() -> None:
     "call",
     [
         lambda x: doubled(x + 1, 2.0), lambda x: doubled(x, 2.0) + 1, lambda x: x, lambda x: doubled(x, 2.0).sum(),
-        lambda x: parts((x, x.clone())), lambda x: parts([{"x": x}] and (x, x[:1])), lambda x: (doubled(x, 2.0), x * 1),
+        lambda x: parts((x, x.clone())), lambda x: parts((x, x[:1])), lambda x: (doubled(x, 2.0), x * 1),
+        lambda x: named({"x": x}),
     ],
 )  # fmt: skip
 def test_what_no_step_made_has_no_recipe(call: Callable[[torch.Tensor], Any]) -> None:

@@ -42,7 +42,6 @@ _CHANNELS_GROWTH = _DELTA + "test_gates_of_channels[growth]"
 _KEYS = "tests/test_keys.py::test_against_float64"
 _LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
 _CHECKS = "tests/test_kept_checks.py::"
-_RECIPES = "tests/test_recipes.py::"
 _GROUPS = "tests/test_grouped_heads.py::test_as_repeated[gated]"
 _ANY_KEYS = "tests/test_hopper_delta.py::test_against_the_token_loop"
 _ANY_CHUNKS = "tests/test_hopper_delta.py::test_chunks_of_any_keys_are_those_of_unit_keys"
@@ -578,38 +577,6 @@ KERNELS = [
         ("or torch.jit.is_tracing()", "", "sizes of a trace are kept", _CHECKS + "test_traces_keep_nothing"),
         ("elif isinstance(x, torch.Tensor):", "elif False:", "subclasses are told apart by their addresses",
          _CHECKS + "test_what_is_looked_at_anew[subclasses]"),
-    ),
-    *_in(
-        "flexsp/ops/_recipe.py",
-        ("facts += (kind, x)", "facts += (kind,)", "calls by recipe forget numbers", _RECIPES + "test_what_tells_calls_apart[the scale]"),
-        ("[torch.is_grad_enabled(), *kwargs]", "[*kwargs]", "a call without gradients is taken for one with them",
-         _RECIPES + "test_gradients_wanted_or_not_tell_calls_apart"),
-        (" and each.aligned == _aligned(tensors)", "", "calls by recipe forget alignment",
-         _RECIPES + "test_what_tells_calls_apart[alignment]"),
-        ("facts += (group.id, group.transport", "facts += (group.transport", "calls by recipe forget the group",
-         _RECIPES + "test_groups_tell_calls_apart_and_lengths_are_checked"),
-        (", *(group.lengths or ())", "", "shards of another length than was set are taken",
-         _RECIPES + "test_groups_tell_calls_apart_and_lengths_are_checked"),
-        ('if getattr(group, "asked", 0) != asked:', "if False:", "lengths of other ranks are kept", _RECIPES + "test_over_ranks[True]"),
-        ("torch.compiler.is_compiling() or transformed()", "torch.compiler.is_compiling()", "forward mode is not seen",
-         _RECIPES + "test_transforms_and_forward_mode_are_refused_after_plain_calls"),
-        (" or check.readable(tensors[0])", "", "values are read once", _RECIPES + "test_checks_of_values_are_made_where_they_are_asked_for"),
-        (" and len({id(x) for x in tensors}) == len(tensors)", "", "a tensor stands for another one",
-         _RECIPES + "test_tensors_that_are_read_otherwise_or_twice"),
-    ),
-    *_in(
-        "flexsp/runtime/recipe.py",
-        ("(y if get is None else None, get) for", "(y, get) for", "recipes keep tensors alive", _RECIPES + "test_no_tensor_of_a_noted_call_stays"),
-        ("            raise _Unknown\n        if not isinstance(x, (list, tuple)):", "            return None\n        if not isinstance(x, (list, tuple)):",
-         "tensors in dictionaries are kept", _RECIPES + "test_what_no_step_made_has_no_recipe"),
-        ("    finally:\n        _here.notes = None\n", "    finally:\n        pass\n", "a call that fails is noted on",
-         _RECIPES + "test_what_no_step_made_has_no_recipe"),
-    ),
-    *_in(
-        "flexsp/runtime/steps.py",
-        ("(gaps.pop() // dtype.itemsize, *strides)", "(gaps.pop(), *strides)", "gradients of other parameters are summed up",
-         "tests/test_launch_plan.py::test_buffers_that_are_alike_are_one"),
-        ("self.nbytes + x[0], *x[1:]", "x[0], *x[1:]", "buffers of a forward pass lie on each other", "tests/test_launch_plan.py::test_buffers_of_two_workspaces_in_one_piece_of_memory"),
     ),
     *_in(
         "flexsp/kernels/launch_plan.py",

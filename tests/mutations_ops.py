@@ -8,9 +8,42 @@ __all__ = ["OPS"]
 
 _CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
+_RECIPES = "tests/test_recipes.py::"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
+    *_in(
+        "flexsp/ops/_recipe.py",
+        ("facts += (kind, x)", "facts += (kind,)", "calls by recipe forget numbers", _RECIPES + "test_what_tells_calls_apart[the scale]"),
+        ("[torch.is_grad_enabled(), *kwargs]", "[*kwargs]", "a call without gradients is taken for one with them",
+         _RECIPES + "test_gradients_wanted_or_not_tell_calls_apart"),
+        (" and each.aligned == _aligned(tensors)", "", "calls by recipe forget alignment",
+         _RECIPES + "test_what_tells_calls_apart[alignment]"),
+        ("facts += (group.id, group.transport", "facts += (group.transport", "calls by recipe forget the group",
+         _RECIPES + "test_groups_tell_calls_apart_and_lengths_are_checked"),
+        (", *(group.lengths or ())", "", "shards of another length than was set are taken",
+         _RECIPES + "test_groups_tell_calls_apart_and_lengths_are_checked"),
+        ('if getattr(group, "asked", 0) != asked:', "if False:", "lengths of other ranks are kept", _RECIPES + "test_over_ranks[True]"),
+        ("torch.compiler.is_compiling() or transformed()", "torch.compiler.is_compiling()", "forward mode is not seen",
+         _RECIPES + "test_transforms_and_forward_mode_are_refused_after_plain_calls"),
+        (" or check.readable(tensors[0])", "", "values are read once", _RECIPES + "test_checks_of_values_are_made_where_they_are_asked_for"),
+        (" and len({id(x) for x in tensors}) == len(tensors)", "", "a tensor stands for another one",
+         _RECIPES + "test_tensors_that_are_read_otherwise_or_twice"),
+    ),
+    *_in(
+        "flexsp/runtime/recipe.py",
+        ("(y if get is None else None, get) for", "(y, get) for", "recipes keep tensors alive", _RECIPES + "test_no_tensor_of_a_noted_call_stays"),
+        ("            raise _Unknown\n        if not isinstance(x, (list, tuple)):", "            return None\n        if not isinstance(x, (list, tuple)):",
+         "tensors in dictionaries are kept", _RECIPES + "test_what_no_step_made_has_no_recipe"),
+        ("    finally:\n        _here.notes = None\n", "    finally:\n        pass\n", "a call that fails is noted on",
+         _RECIPES + "test_what_no_step_made_has_no_recipe"),
+    ),
+    *_in(
+        "flexsp/runtime/steps.py",
+        ("(gaps.pop() // dtype.itemsize, *strides)", "(gaps.pop(), *strides)", "gradients of other parameters are summed up",
+         "tests/test_launch_plan.py::test_buffers_that_are_alike_are_one"),
+        ("self.nbytes + x[0], *x[1:]", "x[0], *x[1:]", "buffers of a forward pass lie on each other", "tests/test_launch_plan.py::test_buffers_of_two_workspaces_in_one_piece_of_memory"),
+    ),
     *_in(
         "flexsp/kernels/executable.py",
         ('*self._tails({"o": _rows_of(self.out[given.batched :])})', "", "outputs behind the last document are not written",

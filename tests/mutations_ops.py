@@ -36,7 +36,7 @@ OPS = [
         ("            raise _Unknown\n        if not isinstance(x, (list, tuple)):", "            return None\n        if not isinstance(x, (list, tuple)):",
          "tensors in dictionaries are kept", _RECIPES + "test_what_no_step_made_has_no_recipe"),
         ("    finally:\n        _here.notes = None\n", "    finally:\n        pass\n", "a call that fails is noted on",
-         _RECIPES + "test_what_no_step_made_has_no_recipe"),
+         _RECIPES + "test_a_failing_call_leaves_no_notes"),
     ),
     *_in(
         "flexsp/runtime/steps.py",

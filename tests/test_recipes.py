@@ -25,7 +25,7 @@ from tests.harness.interpreted import INTERPRETED
 from tests.harness.ops import ALL
 
 Tensors = dict[str, torch.Tensor]
-SMALL = Shape(B=1, T=20, H=2, K=16, V=16)
+SMALL = Shape(B=1, T=6, H=2, K=8, V=8)
 READS = _validate.readable
 BY_RECIPE = {
     "linear", "simple_gla", "gamma", "retention", "lightning", "mamba2_groups", "gla", "hgrn", "hgrn2", "rg_lru",
@@ -64,7 +64,7 @@ def none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(**others: Any) -> dict[str, Any]:
     x: dict[str, Any] = {name: torch.randn(1, 20, 2, 16) for name in "qkv"}
-    return x | {"g": -torch.rand(1, 20, 2)} | others
+    return x | {"g": -torch.rand(1, 20, 2), "scale": 1.0} | others
 
 
 def asked(op: Any, x: dict[str, Any], reads: Callable[[torch.Tensor], bool] = unread) -> list[torch.Tensor]:
@@ -84,11 +84,11 @@ def in_float32(name: str, seed: int) -> dict[str, Any]:
 
 
 def by_recipe_and_without(sp: Any, names: list[str], seed: int) -> dict[str, list[bool]]:
-    """Whether three calls give what the op gives, and by recipe."""
+    """Whether two calls give what the op gives, the second one by recipe."""
     found = {}
     for name in names:
         same = []
-        for n in range(3):
+        for n in range(2):
             x = in_float32(name, seed + n)
             made, expected = asked(ALL[name].op, x), asked(ALL[name].op, x, READS)
             same.append(all(torch.equal(a, b) for a, b in zip(made, expected, strict=True)))
@@ -100,7 +100,7 @@ def by_recipe_and_without(sp: Any, names: list[str], seed: int) -> dict[str, lis
 def test_a_recipe_gives_what_the_op_gives() -> None:
     names = sorted(BY_RECIPE)
     (found,) = run_ranks(by_recipe_and_without, 1, names, random.randrange(2**31), env=INTERPRETED, own_processes=True)
-    assert found == dict.fromkeys(names, [True] * 4)
+    assert found == dict.fromkeys(names, [True] * 3)
 
 
 def test_which_ops_have_recipes() -> None:
@@ -125,10 +125,10 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "a flag": lambda: drawn(output_final_state=True),
     "a state": lambda: drawn(initial_state=torch.randn(1, 2, 16, 16)),
     "documents": lambda: drawn(cu_seqlens=torch.tensor([0, 9, 20])),
-    "the length": lambda: {name: x[:, :19] for name, x in drawn().items()},
+    "the length": lambda: {name: x[:, :19] if torch.is_tensor(x) else x for name, x in drawn().items()},
     "strides": lambda: drawn(k=turned(torch.randn(1, 20, 2, 16))),
     "alignment": lambda: drawn(v=unaligned(torch.randn(1, 20, 2, 16))),
-    "a dtype": lambda: {name: x.half() for name, x in drawn().items()},
+    "a dtype": lambda: {name: x.half() if torch.is_tensor(x) else x for name, x in drawn().items()},
     "a need of gradients": lambda: drawn(q=torch.randn(1, 20, 2, 16).requires_grad_()),
     "a parameter": lambda: drawn(q=torch.nn.Parameter(torch.randn(1, 20, 2, 16))),
     "names": lambda: {"g_gamma": -torch.rand(2)} | {name: x for name, x in drawn().items() if name != "g"},
@@ -201,7 +201,8 @@ def test_transforms_and_forward_mode_are_refused_after_plain_calls() -> None:
 def odd_tensors(sp: Any) -> list[bool]:
     """Whether calls with views that are negated when they are read, and with a tensor twice, give what the op gives."""
     x, same = drawn(), []
-    for given in (x, x | {"q": torch._neg_view(x["q"])}, x | {"k": x["q"]}, x, x | {"k": x["q"]}, x):
+    twice = x | {"k": x["q"]}
+    for given in (twice, x, x | {"q": torch._neg_view(x["q"])}, twice, x, x):
         found, expected = asked(chunk_simple_gla, given), asked(chunk_simple_gla, given, READS)
         same.append(torch.equal(found[0], expected[0]))
     return same
@@ -243,8 +244,9 @@ def twice_over_ranks(sp: Any, seed: int, packed: bool) -> list[bool]:
     """Whether calls by recipe give what the op gives, and have one."""
     torch.manual_seed(seed)
     same = []
-    for _ in range(3):
-        x = {name: sp.shard(y) for name, y in drawn().items()} | {"sp": sp, "output_final_state": True}
+    for _ in range(2):
+        x = {name: sp.shard(y) if torch.is_tensor(y) else y for name, y in drawn().items()}
+        x |= {"sp": sp, "output_final_state": True}
         x |= {"cu_seqlens": torch.tensor([0, 7, 20])} if packed else {}
         found, expected = asked(chunk_simple_gla, x), asked(chunk_simple_gla, x, READS)
         same.append(all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)))
@@ -257,7 +259,7 @@ def test_over_ranks(packed: bool) -> None:
     found = run_ranks(
         twice_over_ranks, 2, random.randrange(2**31), packed, env=INTERPRETED, own_processes=True, timeout=200
     )  # fmt: skip
-    assert found == [[True, True, True, not packed]] * 2
+    assert found == [[True, True, not packed]] * 2
 
 
 # Notes ----------------------------------------------------------------------------------------------------------------
@@ -314,13 +316,13 @@ def test_a_failing_call_leaves_no_notes() -> None:
     with pytest.raises(KeyError):
         noted(fails, [torch.ones(1)])
     chunk_simple_gla(**drawn())
-    assert recipes() != [None]
+    assert recipes() and None not in recipes()
 
 
 def test_no_tensor_of_a_noted_call_stays() -> None:
     x = drawn(q=torch.randn(1, 20, 2, 16).requires_grad_())
     made = chunk_simple_gla(**x)
-    kept = [weakref.ref(y) for y in (*x.values(), made[0])]
+    kept = [weakref.ref(y) for y in (*x.values(), made[0]) if torch.is_tensor(y)]
     del x, made
     gc.collect()
     assert [y() for y in kept] == [None] * len(kept) and recipes() != [None]

@@ -235,7 +235,7 @@ def load(compiled: Any) -> None:
 
 
 def starter(
-    compiled: Any, grid: tuple[int, int, int], after: tuple[Any, ...]
+    compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]
 ) -> Callable[[int, Sequence[int | None]], None]:
     """What launches a loaded kernel: a function of the stream's handle and the addresses that the kernel gets before
     its other arguments, `after`.

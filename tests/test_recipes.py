@@ -18,6 +18,7 @@ from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.exceptions import NotAvailable, checks_wanted
 from flexsp.kernels import executable, run
 from flexsp.ops import _validate, chunk_simple_gla
+from flexsp.ops._recipe import forget
 from flexsp.runtime.recipe import noted, step
 from flexsp.testing.cases import Shape
 from flexsp.testing.ranks import run_ranks
@@ -43,11 +44,6 @@ BY_NAME = [x for x in (getattr(ops, name) for name in ops.__all__) if hasattr(ge
 def recipes() -> list[Any]:
     """Of calls that are kept, None for those that have none."""
     return [each.recipe for op in BY_NAME for calls in op.__wrapped__.kept.values() for each in calls]
-
-
-def forget() -> None:
-    for op in BY_NAME:
-        op.__wrapped__.kept.clear()
 
 
 def unread(x: torch.Tensor) -> bool:

@@ -60,6 +60,8 @@ class Ranks:
         failure: the error that an earlier call left behind.
     """
 
+    constant_in_recipes = True
+
     def __init__(
         self, *, rank: int = 0, world_size: int = 1, global_ranks: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None,

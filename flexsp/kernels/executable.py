@@ -119,6 +119,8 @@ class Executable(Generic[_P]):
     of ranks. It keeps none of these alive. `engine` is the name of the lowering that plans the whole call.
     """
 
+    constant_in_recipes = True
+
     def __init__(
         self, plan: _P, given: CallSpec, sp: SequenceParallel | None,
         remake: Callable[[Tensors, Optional, SequenceParallel | None], Executable[_P]], engine: str | None = None,

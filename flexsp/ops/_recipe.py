@@ -11,18 +11,28 @@ import torch
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, current_sp, resolve_sp
-from flexsp.kernels.operators import plain
+from flexsp.kernels.operators import in_memory, looked_at
 from flexsp.ops import _validate as check
 from flexsp.runtime.kept import keep
 from flexsp.runtime.recipe import Recipe, noted, noting
 
-__all__ = ["by_recipe"]
+__all__ = ["by_recipe", "forget"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_CALLS, _LAYOUTS = 256, 16  # that are kept of each op, and of each call
+_CALLS, _LAYOUTS = 256, 8  # that are kept of each op, and of each call
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _VALUES = {bool, int, float, str, torch.dtype}
+
+
+_every: list[dict[Any, list[_Kept]]] = []
+"""What is kept of each op."""
+
+
+def forget() -> None:
+    """Has all calls checked and planned anew, for tests that change what plans are made of."""
+    for kept in _every:
+        kept.clear()
 
 
 class _Kept(NamedTuple):
@@ -41,6 +51,7 @@ def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
     read, on a CPU or under FLEXSP_CHECK=1, has no recipe, nor has one in graphs, under modes or in transforms.
     """
     kept: dict[Any, list[_Kept]] = {}
+    _every.append(kept)
     at = [*inspect.signature(op).parameters].index("sp")
 
     @functools.wraps(op)
@@ -63,7 +74,7 @@ def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
                 if group is not None:
                     resolve_sp(sp)  # which refuses what would be recomputed outside of the group
                 return each.recipe(tensors)  # type: ignore[no-any-return]
-        if not _comparable(tensors):
+        if not _comparable(tensors) or not _guards_tell():
             return op(*args, **kwargs)
         asked, guards, aligned = getattr(group, "asked", 0), _guards(tensors), _aligned(tensors)
         made, recipe = noted(lambda: op(*args, **kwargs), tensors)
@@ -108,14 +119,15 @@ def _look_at_ranks(group: Any, facts: list[Any]) -> bool:
 
 def _watched(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether more may count than what tensors look like: their values, derivatives, what traces or notes the call."""
-    watched = torch.compiler.is_compiling() or transformed() or noting() or check.readable(tensors[0])
-    return watched or any([x.is_nested for x in tensors])
+    watched = looked_at() or transformed() or noting() or check.readable(tensors[0])
+    return watched or any([x.is_nested for x in tensors])  # guards would end the process over these
 
 
 def _comparable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether guards know such tensors again, each for itself."""
-    alike = all([x.layout == torch.strided and x.device == tensors[0].device for x in tensors])
-    return alike and plain(*tensors) and len({id(x) for x in tensors}) == len(tensors)
+    device = tensors[0].device
+    alike = all([x.layout == torch.strided and x.device == device for x in tensors])
+    return alike and in_memory(*tensors) and len({id(x) for x in tensors}) == len(tensors)
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -127,3 +139,20 @@ def _guards(tensors: Sequence[torch.Tensor]) -> Any:
     graphs of torch.compile check their inputs with, in a tenth of the time that Python would take."""
     made: Any = torch._C._dynamo.guards.TensorGuards
     return made(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+@functools.cache
+def _guards_tell() -> bool:
+    """Whether `TensorGuards` is there, which is not public, and tells tensors apart as it should. Elsewhere no call has
+    a recipe, and every one is checked and planned."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            x, y = torch.zeros(2, 2, 3, device="cpu", dtype=torch.float32).unbind(0)
+            others = [
+                x[:, :2], x[:, ::2], x.t().contiguous().t(), x.to(torch.float64), x.to("meta"),
+                x.detach().requires_grad_(), torch.nn.Parameter(x, requires_grad=False), torch._neg_view(x),
+            ]  # fmt: skip
+            guards = _guards([x, y])
+            return bool(guards.check(y, x)) and not any([guards.check(x, other) for other in others])
+    except (AttributeError, TypeError, RuntimeError):
+        return False

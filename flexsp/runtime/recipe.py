@@ -2,9 +2,10 @@
 
 An op checks its arguments, works out how they are cut, and calls a few functions of tensors, which are marked as
 `step`. While a call is noted, each of them leaves what it was called with. If the arguments of every step are the op's
-own tensors, outputs of earlier steps, or values that hold no tensor, and what the op returns is made of these, then the
-steps are all that calls alike do with tensors, and a `Recipe` of them takes the place of the op. Any other operation on
-tensors in between leaves a tensor that no step made, and then there is no recipe.
+own tensors, outputs of earlier steps, or values of types that are known to hold no tensor, and what the op returns is
+made of these, then the steps are all that calls alike do with tensors, and a `Recipe` of them takes the place of the
+op. Any other operation on tensors in between leaves a tensor that no step made, and then there is no recipe. Only what
+changes a tensor in place would not be seen: ops do so nowhere but in steps.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _here = _Here()
 
 _Get = Callable[[list[Any]], Any]
 """Takes an argument from the tensors of a call, with the outputs of its steps behind them."""
+_VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class _Unknown(Exception):
-    """A tensor that no step made."""
+    """A tensor that no step made, or something that may hold one."""
 
 
 class _Notes:
@@ -46,14 +48,18 @@ class _Notes:
         self.complete = True
 
     def add(self, fn: Callable[..., Any], args: Sequence[Any], made: Any) -> None:
+        outputs = _outputs(made)
         try:
             found = [self.getter(x) for x in args]
         except _Unknown:
             self.complete = False
+        if not all([x is None or isinstance(x, torch.Tensor) for x in outputs]):
+            self.complete = False  # numbers may be made of a tensor's values
+        if not self.complete:
             return
         values = [x if get is None else None for x, get in zip(args, found, strict=True)]
         self.steps.append((fn, values, [(i, get) for i, get in enumerate(found) if get is not None]))
-        for x in _outputs(made):
+        for x in outputs:
             self.places[id(x)] = len(self.seen)
             self.seen.append(x)
 
@@ -63,10 +69,10 @@ class _Notes:
             if id(x) not in self.places:
                 raise _Unknown
             return operator.itemgetter(self.places[id(x)])
-        if isinstance(x, dict):
-            raise _Unknown
-        if not isinstance(x, (list, tuple)):
+        if isinstance(x, _VALUES) or getattr(type(x), "constant_in_recipes", False):
             return None
+        if not isinstance(x, (list, tuple)):
+            raise _Unknown
         parts = [self.getter(y) for y in x]
         if all(get is None for get in parts):
             return None
@@ -121,8 +127,13 @@ def noted(call: Callable[[], _R], tensors: Sequence[torch.Tensor]) -> tuple[_R, 
 
 
 def step(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of a function that recipes may hold. What it does depends on its arguments alone, which may hold
-    tensors in tuples and lists, and it returns a tensor, None, or a tuple of these."""
+    """Decorator of a function that recipes may hold. What it does depends on its arguments alone and on modes, as
+    operations of PyTorch do. It returns a tensor, None, or a tuple of these.
+
+    Its arguments have no names, and may be tensors in tuples and lists, numbers, texts, dtypes, devices, and objects of
+    classes with an attribute `constant_in_recipes`: a recipe hands them over as they are. A call with others is made,
+    and has no recipe.
+    """
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -134,8 +145,7 @@ def step(fn: Callable[_P, _R]) -> Callable[_P, _R]:
             made = fn(*args, **kwargs)
         finally:
             _here.notes = notes
-        assert not kwargs, f"{fn.__name__}: arguments of steps have no names"
-        notes.add(fn, args, made)
+        notes.add(fn, [*args, *([kwargs] if kwargs else [])], made)
         return made
 
     return run

@@ -29,8 +29,9 @@ Tensors = dict[str, torch.Tensor]
 SMALL = Shape(B=1, T=6, H=2, K=8, V=8)
 READS = _validate.readable
 BY_RECIPE = {
-    "linear", "simple_gla", "gamma", "retention", "lightning", "mamba2_groups", "gla", "hgrn", "hgrn2", "rg_lru",
-    "rwkv6", "rwkv7", "selective_scan", "mamba3", "mlstm",
+    "linear", "simple_gla", "gamma", "retention", "lightning", "mamba2_groups", "delta_rule", "gated_delta_rule", "kda",
+    "delta_product", "gated_delta_product", "gla", "hgrn", "hgrn2", "rg_lru", "rwkv6", "rwkv7", "selective_scan",
+    "mamba3", "mlstm",
 }  # fmt: skip
 """Cases whose ops have recipes; others do more with tensors than steps do."""
 GENERATED = {"hgrn2", "rwkv6", "rwkv7"}

@@ -3,6 +3,7 @@ op would refuse or do otherwise is taken for a call that looks alike."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -12,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._vmap_internals import _vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel, sequence_parallel
@@ -19,7 +24,7 @@ from flexsp.exceptions import NotAvailable, checks_wanted
 from flexsp.kernels import executable, run
 from flexsp.ops import _validate, chunk_simple_gla
 from flexsp.ops._recipe import forget
-from flexsp.runtime.recipe import noted, step
+from flexsp.runtime.recipe import Recipe, noted, step
 from flexsp.testing.cases import Shape
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED
@@ -196,6 +201,50 @@ def test_transforms_and_forward_mode_are_refused_after_plain_calls() -> None:
         chunk_simple_gla(**x)
     with pytest.raises(NotAvailable):
         torch.func.vmap(lambda q: chunk_simple_gla(**x | {"q": q})[0])(torch.stack([x["q"]] * 2))
+
+
+def traced(call: Callable[[torch.Tensor], Any], q: torch.Tensor) -> None:
+    torch.jit.trace(call, q, check_trace=False)
+
+
+WATCHED: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]] = {
+    "a mode": lambda call, q: inside(FlopCounterMode(display=False), call, q),
+    "tensors without memory": lambda call, q: inside(FakeTensorMode(allow_non_fake_inputs=True), call, q),
+    "inference mode": lambda call, q: inside(torch.inference_mode(), call, q),
+    "autocast": lambda call, q: inside(torch.autocast("cpu", dtype=torch.bfloat16), call, q),
+    "forward mode": lambda call, q: inside(torch.autograd.forward_ad.dual_level(), call, q),
+    "a graph of operators": lambda call, q: make_fx(call)(q),
+    "a trace": traced,
+    "vmap": lambda call, q: torch.func.vmap(call)(q.unsqueeze(0)),
+    "grad": lambda call, q: torch.func.grad(lambda q: call(q)[0].sum())(q),
+    "the earlier vmap": lambda call, q: _vmap(call)(q.unsqueeze(0)),
+}
+
+
+def inside(context: Any, call: Callable[[torch.Tensor], Any], q: torch.Tensor) -> None:
+    with context:
+        call(q)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WATCHED)
+def test_what_looks_at_a_call_sees_the_op(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe of calls that nothing looked at is not taken, whatever the op then does."""
+    x, taken, follow = drawn(), [], Recipe.__call__
+
+    def note(recipe: Recipe, tensors: list[Any]) -> Any:
+        taken.append(recipe)
+        return follow(recipe, tensors)
+
+    monkeypatch.setattr(Recipe, "__call__", note)
+    for _ in range(2):
+        chunk_simple_gla(**x)
+    assert len(taken) == 1
+    with contextlib.suppress(Exception):
+        WATCHED[way](lambda q: chunk_simple_gla(**x | {"q": q}), x["q"])
+    assert len(taken) == 1
+    chunk_simple_gla(**x)
+    assert len(taken) == 2
 
 
 def odd_tensors(sp: Any) -> list[bool]:

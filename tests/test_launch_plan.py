@@ -195,18 +195,6 @@ def test_buffers_of_two_workspaces_in_one_piece_of_memory() -> None:
     assert [both.view(memory, name).unique().tolist() for name in "abc"] == [[0], [1], [2]]
 
 
-def test_buffers_that_are_alike_are_one() -> None:
-    made = Workspace()
-    for name, dtype in (("a", torch.int32), ("b", torch.int32), ("c", torch.int32), ("d", torch.float32)):
-        made.add(name, dtype, 3, 5)
-    made.add("e", torch.float32, 5, 3)
-    memory = torch.arange(made.nbytes // 4, dtype=torch.int32).view(torch.uint8)
-    assert made.join("abc", ["a", "b", "c"])
-    assert all(torch.equal(x, made.view(memory, name)) for x, name in zip(made.view(memory, "abc"), "abc", strict=True))
-    unlike = [], ["a"], ["a", "c", "b"], ["c", "d"], ["d", "e"], ["e", "f"]
-    assert not any(made.join("more", parts) for parts in unlike)
-
-
 @pytest.mark.parametrize(
     ("strides", "others", "alike"),
     [

@@ -22,7 +22,7 @@ from flexsp import ops
 from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.exceptions import NotAvailable, checks_wanted
 from flexsp.kernels import executable, run
-from flexsp.ops import _validate, chunk_simple_gla
+from flexsp.ops import _recipe, _validate, chunk_simple_gla
 from flexsp.ops._recipe import forget
 from flexsp.runtime.recipe import Recipe, noted, step
 from flexsp.testing.cases import Shape
@@ -329,6 +329,21 @@ def named(x: Tensors) -> torch.Tensor:
     return x["x"] * 2
 
 
+class Box:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+@step
+def boxed(x: Box) -> torch.Tensor:
+    return x.x * 2
+
+
+@step
+def measured(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    return x * 2, float(x.sum())
+
+
 def test_steps_are_done_again_with_other_tensors() -> None:
     a, b = torch.randn(2, 3).unbind(0)
 
@@ -348,7 +363,8 @@ def test_steps_are_done_again_with_other_tensors() -> None:
     [
         lambda x: doubled(x + 1, 2.0), lambda x: doubled(x, 2.0) + 1, lambda x: x, lambda x: doubled(x, 2.0).sum(),
         lambda x: parts((x, x.clone())), lambda x: parts((x, x[:1])), lambda x: (doubled(x, 2.0), x * 1),
-        lambda x: named({"x": x}),
+        lambda x: named({"x": x}), lambda x: boxed(Box(x)), lambda x: doubled(*measured(x)),
+        lambda x: (doubled(x, 2.0), Box(x)), lambda x: doubled(x, by=2.0),
     ],
 )  # fmt: skip
 def test_what_no_step_made_has_no_recipe(call: Callable[[torch.Tensor], Any]) -> None:
@@ -377,12 +393,69 @@ def test_no_tensor_of_a_noted_call_stays() -> None:
     assert [y() for y in kept] == [None] * len(kept) and recipes() != [None]
 
 
+def made_by_recipe(**others: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments of a second call, q with a gradient, and its outputs."""
+    for _ in range(2):
+        x = drawn(q=torch.randn(1, 20, 2, 16).requires_grad_(), **others)
+        o = chunk_simple_gla(**x)[0]
+    return x, o
+
+
+def test_autograd_sees_a_call_by_recipe_as_any_other() -> None:
+    x, o = made_by_recipe()
+    x["k"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+    x, o = made_by_recipe()
+    with pytest.raises(NotAvailable, match="second derivatives"):
+        torch.autograd.grad(o.sum(), x["q"], create_graph=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y) or y, lambda y: y):
+        x, o = made_by_recipe()
+    assert any(y is x["k"] for y in kept)
+    for _ in range(2):
+        o.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not chunk_simple_gla(**x)[0].requires_grad
+
+
+def test_few_calls_are_kept() -> None:
+    kept = chunk_simple_gla.__wrapped__.kept
+    for n in range(_recipe._CALLS + 3):
+        chunk_simple_gla(**drawn(scale=1.0 + n))
+    assert len(kept) == _recipe._CALLS
+    forget()
+    for n in range(_recipe._LAYOUTS + 3):
+        chunk_simple_gla(**drawn(v=torch.randn(1, 20, 2, 16 + n)))
+    assert [len(calls) for calls in kept.values()] == [_recipe._LAYOUTS]
+
+
+def refused(*args: Any, **options: Any) -> Any:
+    raise TypeError
+
+
+class TellsNothing:
+    def check(self, *tensors: torch.Tensor) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("guards", [refused, lambda tensors: torch.gone, lambda tensors: TellsNothing()])
+def test_without_guards_there_are_no_recipes(guards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_recipe, "_guards", guards)
+    _recipe._guards_tell.cache_clear()
+    try:
+        for _ in range(2):
+            chunk_simple_gla(**drawn())
+        assert recipes() == []
+    finally:
+        _recipe._guards_tell.cache_clear()
+
+
 def test_pytorch_tells_tensors_apart_as_recipes_need_it() -> None:
     """`TensorGuards` is not public. Where a release lacks it, or compares less, that is seen here."""
-    from flexsp.ops._recipe import _guards
-
     a, b = torch.randn(2, 3), torch.randn(3)
-    guards = _guards([a, b])
+    assert _recipe._guards_tell(), "no call has a recipe with this release"
+    guards = _recipe._guards([a, b])
     assert guards.check(torch.randn(2, 3), torch.randn(3))
     others = [
         torch.randn(2, 4), torch.randn(3, 2).t(), a.double(), a.to("meta"), a.clone().requires_grad_(),

@@ -34,7 +34,6 @@ Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
 Strides = tuple[int, int, int]
 _F32 = torch.float32
-_TOGETHER = "@params"  # gradients of parameters before they are summed up
 _P = TypeVar("_P", bound=LaunchPlan)
 
 
@@ -103,13 +102,11 @@ def aligned_16(strides: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Backward:
-    """Steps of one backward pass; `scratch` holds its buffers, `makes` are the gradients that it writes. `joined`:
-    parameters whose gradients are summed up at once."""
+    """Steps of one backward pass; `scratch` holds its buffers, `makes` are the gradients that it writes."""
 
     steps: list[Step]
     scratch: Workspace
     makes: frozenset[str]
-    joined: list[str]
 
 
 class Executable(Generic[_P]):
@@ -224,9 +221,7 @@ class Executable(Generic[_P]):
             self._reserve(launches, dict.fromkeys(Role, workspace))
             makes = frozenset(name for x in launches for name in x.writes)
             steps = [*self._steps(launches, self.given.strides_of(do)), *self._tails(self._gradients_of_tokens(makes))]
-            params = [name for name, grad in self.gradients if grad in makes and name not in self.given.tokens]
-            together = workspace.join(_TOGETHER, [gradient_of(name) for name in params])
-            found = self.backwards[key] = Backward(steps, workspace, makes, params if together else [])
+            found = self.backwards[key] = Backward(steps, workspace, makes)
         return found
 
     # Calls
@@ -360,10 +355,8 @@ class Executable(Generic[_P]):
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
         run_steps(back.steps, frame, self.device)
-        sums = frame[_TOGETHER].sum((1, 3)) if back.joined else ()
-        summed = {name: sums[i] for i, name in enumerate(back.joined)}
         grads = [
-            self._gradient(frame, grad, summed.get(name), name, x) if grad in back.makes else None
+            self._gradient(frame[grad], name, x) if grad in back.makes else None
             for (name, grad), x in zip(self.gradients, tensors, strict=True)
         ]
         return grads, dinitial
@@ -383,16 +376,11 @@ class Executable(Generic[_P]):
     def _gradient_type(self, name: str, x: torch.Tensor) -> torch.dtype:
         return _F32 if name in self.plan.by_head else x.dtype
 
-    def _gradient(
-        self, frame: Frame, grad: str, summed: Optional, name: str, x: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
-        """`summed`: of a parameter whose gradient was summed up with others'."""
+    def _gradient(self, found: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
         if name in self.plan.by_head:
-            dx = frame[grad].transpose(1, 2).to(x.dtype)
+            dx = found.transpose(1, 2).to(x.dtype)
             return dx if self.given.batched else dx[0]
-        if name in self.given.tokens:
-            return frame[grad]
-        return (frame[grad].sum((0, 2)) if summed is None else summed).to(x.dtype)
+        return found if name in self.given.tokens else found.sum((0, 2)).to(x.dtype)
 
 
 def _rows_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ Worked out once for a signature (shapes, strides, dtypes, alignment), it runs ag
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -38,17 +37,6 @@ class Workspace:
             self.places[name] = (self.nbytes, dtype, shape, strides)
             self.nbytes += -(-math.prod(shape) * dtype.itemsize // 256) * 256
         return name
-
-    def join(self, name: str, parts: Sequence[str]) -> bool:
-        """Whether these buffers are alike and lie as far apart one by one. Then `name` is all of them together, along
-        an axis before their own."""
-        places = [self.places[x] for x in parts if x in self.places]
-        gaps = {b[0] - a[0] for a, b in itertools.pairwise(places)}
-        if len(places) < len(parts) or len(gaps) != 1 or len({x[1:] for x in places}) != 1:
-            return False
-        start, dtype, shape, strides = places[0]
-        self.places[name] = (start, dtype, (len(places), *shape), (gaps.pop() // dtype.itemsize, *strides))
-        return True
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         start, dtype, shape, strides = self.places[name]

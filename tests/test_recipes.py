@@ -75,11 +75,12 @@ def asked(op: Any, x: dict[str, Any], reads: Callable[[torch.Tensor], bool] = un
     """Outputs, final states and gradients of a call. Where values are read there are no recipes."""
     _validate.readable = reads
     floats = {name: y for name, y in x.items() if torch.is_tensor(y) and y.is_floating_point()}
-    leaves = {name: y.detach().requires_grad_() for name, y in floats.items()}
+    made_of = {id(y): y.detach().requires_grad_() for y in floats.values()}  # one leaf of a tensor that is there twice
+    leaves = {name: made_of[id(y)] for name, y in floats.items()}
     made = [y for y in op(**x | leaves) if y is not None]
     made = [z for y in made for z in (y if isinstance(y, tuple) else (y,))]
     ends = [y for y in made if y.requires_grad]
-    return [*made, *torch.autograd.grad(ends, [*leaves.values()], [torch.ones_like(y) for y in ends])]
+    return [*made, *torch.autograd.grad(ends, [*made_of.values()], [torch.ones_like(y) for y in ends])]
 
 
 def in_float32(name: str, seed: int) -> dict[str, Any]:

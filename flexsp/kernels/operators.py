@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
 
 __all__ = [
-    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "looked_at", "on_fakes",
-    "outputs", "plain", "run", "serve", "wants_final",
+    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes", "outputs",
+    "plain", "run", "serve", "wants_final",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
@@ -321,12 +321,9 @@ def _call(pair: tuple[Any, Any], sp: int, *inputs: Any) -> Any:
 
 def plain(*tensors: Any) -> bool:
     """Whether these are tensors as they lie in memory, or None, and nothing looks at the operators of a call now."""
-    return not looked_at() and in_memory(*tensors)
-
-
-def looked_at() -> bool:
-    """Whether something looks at the operators of a call now: a graph that is made, a trace, or a mode."""
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing()
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch.jit.is_tracing():
+        return False
+    return in_memory(*tensors)
 
 
 def in_memory(*tensors: Any) -> bool:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, current_sp, resolve_sp
-from flexsp.kernels.operators import in_memory, looked_at
+from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.runtime.kept import keep
 from flexsp.runtime.recipe import Recipe, noted, noting
@@ -119,7 +120,7 @@ def _look_at_ranks(group: Any, facts: list[Any]) -> bool:
 
 def _watched(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether more may count than what tensors look like: their values, derivatives, what traces or notes the call."""
-    watched = looked_at() or transformed() or noting() or check.readable(tensors[0])
+    watched = is_in_torch_dispatch_mode() or transformed() or noting() or check.readable(tensors[0])
     return watched or any([x.is_nested for x in tensors])  # guards would end the process over these
 
 
@@ -127,7 +128,7 @@ def _comparable(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether guards know such tensors again, each for itself."""
     device = tensors[0].device
     alike = all([x.layout == torch.strided and x.device == device for x in tensors])
-    return alike and in_memory(*tensors) and len({id(x) for x in tensors}) == len(tensors)
+    return alike and plain(*tensors) and len({id(x) for x in tensors}) == len(tensors)
 
 
 def _aligned(tensors: Sequence[torch.Tensor]) -> list[bool]:

@@ -33,7 +33,8 @@ def drawn(name: str, T: int, packed: bool, states: bool, seed: int) -> Made:
     def cast(key: str, x: Any) -> Any:
         if isinstance(x, tuple):
             return tuple(cast(key, y) for y in x)
-        return x.to("cuda", torch.float32 if key in (*WIDE, "delta_bias") else torch.bfloat16) if torch.is_tensor(x) else x
+        dtype = torch.float32 if key in (*WIDE, "delta_bias") else torch.bfloat16
+        return x.to("cuda", dtype) if torch.is_tensor(x) else x
 
     made = {key: cast(key, x) for key, x in ALL[name].inputs(shape, seed).items()}
     if packed:

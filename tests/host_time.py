@@ -46,7 +46,7 @@ def inputs_of(op: str) -> dict[str, Any]:
         return like_layer(80, 64, 128)
     if op == "chunk_rwkv7":
         unit = torch.nn.functional.normalize(k, dim=-1)
-        return {"r": q, "w": -0.5 * torch.rand(rows), "k": unit, "v": v, "a": -unit, "b": unit}
+        return {"r": q, "w": -0.5 * torch.rand(rows), "k": unit, "v": v, "a": -unit, "b": unit.clone()}
     if op == "chunk_hgrn":
         return {"x": normal(1, T, 64), "g": gates(1, T, 64)}
     found = {"q": q, "k": k, "v": v, "g": gates(*(rows if op == "chunk_gla" else heads))}

@@ -401,7 +401,7 @@ _FACES = [
     ),
     *_in(
         "flexsp/ops/lightning.py",
-        ("H * (1 - layer_idx / num_layers)", "H * (1 - layer_idx / (num_layers + 1))", "the slope of layers",
+        ("q.shape[2] * (1 - layer_idx / num_layers)", "q.shape[2] * (1 - layer_idx / (num_layers + 1))", "the slope of layers",
          "tests/test_ops.py::test_against_the_token_loop"),
     ),
     *_in(

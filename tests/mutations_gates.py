@@ -140,7 +140,7 @@ GATES = [
         "flexsp/ops/_programs.py",
         ("gates.clamped(wide(g, like))", "wide(g, like).clamp(min=-1e9)",
          "gates are not clamped", _SIZES),
-        ("state.transpose(-1, -2).contiguous() if call.state_v_first else state", "state",
+        ("contiguous(turned(state)) if call.state_v_first else state", "state",
          "final states have keys first", "tests/test_vector_gates.py::test_states_with_values_first"),
         ("new if bonus is None else S", "new if bonus is None else new", "decoding reads twice what it wrote",
          "tests/test_vector_gates.py::test_token_by_token"),

@@ -564,7 +564,7 @@ KERNELS = [
          "tests/test_nonfinite.py::test_closed_gates_of_delta_rules[torch.float32]"),
         ("call.cu_seqlens * steps", "call.cu_seqlens", "documents end at a step of a token", "tests/test_ops.py::test_documents_and_strides"),
         ('    check.check_non_positive("g", g', '    print("g", g', "gates are not looked at",
-         _CHECKS + "test_bad_arguments_after_good_ones[gates]"),
+         _CHECKS + "test_bad_arguments_after_good_ones[read-gates]"),
     ),
     *_in(
         "flexsp/ops/_validate.py",

@@ -8,9 +8,46 @@ __all__ = ["OPS"]
 
 _CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
+_RECIPES = "tests/test_recipes.py::"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
+    *_in(
+        "flexsp/ops/_recipe.py",
+        ("facts += (kind, x)", "facts += (kind,)", "calls by recipe forget numbers", _RECIPES + "test_what_tells_calls_apart[the scale]"),
+        ("[torch.is_grad_enabled(), *kwargs]", "[*kwargs]", "a call without gradients is taken for one with them",
+         _RECIPES + "test_gradients_wanted_or_not_tell_calls_apart"),
+        (" and each.aligned == _aligned(tensors)", "", "calls by recipe forget alignment",
+         _RECIPES + "test_what_tells_calls_apart[alignment]"),
+        ("facts += (group.id, group.transport", "facts += (group.transport", "calls by recipe forget the group",
+         _RECIPES + "test_groups_tell_calls_apart_and_lengths_are_checked"),
+        (", *(group.lengths or ())", "", "shards of another length than was set are taken",
+         _RECIPES + "test_groups_tell_calls_apart_and_lengths_are_checked"),
+        ('if getattr(group, "asked", 0) != asked:', "if False:", "lengths of other ranks are kept", _RECIPES + "test_over_ranks[True]"),
+        ("is_in_torch_dispatch_mode() or transformed()", "is_in_torch_dispatch_mode()", "forward mode is not seen",
+         _RECIPES + "test_transforms_and_forward_mode_are_refused_after_plain_calls"),
+        ("watched = is_in_torch_dispatch_mode() or", "watched =", "graphs of operators have launches in place of operators",
+         _RECIPES + "test_what_looks_at_a_call_sees_the_op"),
+        (" or not _guards_tell()", "", "guards are trusted that tell nothing", _RECIPES + "test_without_guards_there_are_no_recipes"),
+        ("found[1 - _LAYOUTS :]", "found", "layouts are kept without end", _RECIPES + "test_few_calls_are_kept"),
+        (" or check.readable(tensors[0])", "", "values are read once", _RECIPES + "test_checks_of_values_are_made_where_they_are_asked_for"),
+        (" and len({id(x) for x in tensors}) == len(tensors)", "", "a tensor stands for another one",
+         _RECIPES + "test_tensors_that_are_read_otherwise_or_twice"),
+    ),
+    *_in(
+        "flexsp/runtime/recipe.py",
+        ("(y if get is None else None, get) for", "(y, get) for", "recipes keep tensors alive", _RECIPES + "test_no_tensor_of_a_noted_call_stays"),
+        ("        if not isinstance(x, (list, tuple)):\n            raise _Unknown", "        if not isinstance(x, (list, tuple)):\n            return None",
+         "what holds tensors is kept", _RECIPES + "test_what_no_step_made_has_no_recipe"),
+        ("            self.complete = False  # numbers", "            pass  # numbers", "numbers of a noted call are kept",
+         _RECIPES + "test_what_no_step_made_has_no_recipe"),
+        ("    finally:\n        _here.notes = None\n", "    finally:\n        pass\n", "a call that fails is noted on",
+         _RECIPES + "test_a_failing_call_leaves_no_notes"),
+    ),
+    *_in(
+        "flexsp/runtime/steps.py",
+        ("self.nbytes + x[0], *x[1:]", "x[0], *x[1:]", "buffers of a forward pass lie on each other", "tests/test_launch_plan.py::test_buffers_of_two_workspaces_in_one_piece_of_memory"),
+    ),
     *_in(
         "flexsp/kernels/executable.py",
         ('*self._tails({"o": _rows_of(self.out[given.batched :])})', "", "outputs behind the last document are not written",
@@ -43,10 +80,8 @@ OPS = [
         "flexsp/ops/mamba2.py",
         ("without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)", "(y + x * weight).to(x.dtype)", "a skip reaches the tail",
          _TAIL + "test_in_pytorch[mamba2]"),
-        ("@check.once\n", "", "shapes that were looked at before are looked at again",
-         "tests/test_kept_calls.py::test_calls_worked_out_before_run_few_functions[mamba2_ssd]"),
         ('    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")\n', "", "states may grow",
-         "tests/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[rates]"),
+         "tests/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[read-rates]"),
         ("if state_v_first is None and states:", "if False:", "the layout of states is guessed", "tests/test_validation.py::test_mamba2"),
     ),
     *_in(

@@ -158,7 +158,7 @@ def test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched(
         job.set_exception(ValueError("too large")) if asked[-1] == last else job.set_result(None)
         return job
 
-    def launched(*args: Any) -> Any:
+    def launched(*args: Any, **others: Any) -> Any:
         raise Launched
 
     monkeypatch.setattr(KernelLaunch, "prepare", prepare)

@@ -183,6 +183,18 @@ def test_buffers_lie_in_memory_that_begins_anywhere() -> None:
     assert second.tolist() == torch.arange(320, 344).view(2, 3, 4).tolist() and second.is_contiguous()
 
 
+def test_buffers_of_two_workspaces_in_one_piece_of_memory() -> None:
+    one, other = Workspace(), Workspace()
+    for made, name in ((one, "a"), (one, "b"), (other, "c")):
+        made.add(name, torch.int32, 3, 5)
+    both = Workspace(one, other)
+    memory = torch.zeros(both.nbytes, dtype=torch.uint8)
+    assert both.nbytes == one.nbytes + other.nbytes
+    for n, name in enumerate("abc"):
+        both.view(memory, name).fill_(n)
+    assert [both.view(memory, name).unique().tolist() for name in "abc"] == [[0], [1], [2]]
+
+
 @pytest.mark.parametrize(
     ("strides", "others", "alike"),
     [

@@ -154,6 +154,7 @@ def lengths_for(sp: Ranks, T_local: int, rows: int = 1) -> list[int]:
         return lengths
     if sp.world_size == 1:
         return [T_local]
+    sp.asked += 1
     return exchange_ints(ranks_of(sp.id), T_local)
 
 

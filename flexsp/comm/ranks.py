@@ -51,6 +51,7 @@ class Ranks:
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
         calls: exchanges begun.
         compared: texts compared under FLEXSP_CHECK=1.
+        asked: how often ranks told each other their lengths.
         answered: number of the exchange whose backward pass runs, 0 outside of such passes.
         abandoned: calls that an error ended on this rank (`ranks_call`).
         check_calls: whether call signatures are compared between the ranks before a launch (FLEXSP_CHECK=1).
@@ -58,6 +59,8 @@ class Ranks:
         records: error record of the watchdog.
         failure: the error that an earlier call left behind.
     """
+
+    constant_in_recipes = True
 
     def __init__(
         self, *, rank: int = 0, world_size: int = 1, global_ranks: Sequence[int] | None = None,
@@ -81,6 +84,7 @@ class Ranks:
         self.calls = 0
         self.abandoned = 0
         self.compared = 0
+        self.asked = 0
         self.answered = 0
         self._lengths: list[int] | None = None
         GROUPS[self.id] = self

@@ -116,6 +116,8 @@ class Executable(Generic[_P]):
     of ranks. It keeps none of these alive. `engine` is the name of the lowering that plans the whole call.
     """
 
+    constant_in_recipes = True
+
     def __init__(
         self, plan: _P, given: CallSpec, sp: SequenceParallel | None,
         remake: Callable[[Tensors, Optional, SequenceParallel | None], Executable[_P]], engine: str | None = None,
@@ -125,6 +127,7 @@ class Executable(Generic[_P]):
         self.device, self.dtype, self.names = given.device, outputs.dtype, given.names
         self.gradients = [(name, gradient_of(name)) for name in self.names]
         self.others: dict[Any, Executable[_P]] = {}
+        self._blanks: dict[Any, torch.Tensor] = {}
         self.sp_id = -1 if sp is None else sp.id
         self.chained = sp is not None and sp.world_size > 1
         self.out = (*given.lead, outputs.shape[-1])
@@ -135,6 +138,7 @@ class Executable(Generic[_P]):
         plan.check_results(launches, ["o", *(["@final"] if plan.returns_final else [])])
         self._kept = frozenset(name for name in plan.check_order(launches) if plan.saved(name))
         self._reserve(launches, {Role.SAVED: self.saved, Role.SCRATCH: self.scratch})
+        self.both = Workspace(self.saved, self.scratch)
         self.forward = [*self._steps(launches, (0, 0, 0)), *self._tails({"o": _rows_of(self.out[given.batched :])})]
         self.backwards: dict[Any, Backward] = {}
         self._has_look = type(plan).look is not LaunchPlan.look
@@ -272,7 +276,14 @@ class Executable(Generic[_P]):
         return found
 
     def empty(self, *shape: int, dtype: torch.dtype = _F32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        """Contiguous memory, made like a tensor that has none: from sizes it takes twice the host's time."""
+        like = self._blanks.get((shape, dtype))
+        if like is None:
+            with torch.inference_mode(False):  # it outlasts it
+                like = torch.empty(1, dtype=dtype, device=self.device).expand(shape)
+                like.untyped_storage().resize_(0)
+            self._blanks[shape, dtype] = like
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def inputs(self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional) -> Tensors:
         found = dict(zip(self.names, tensors, strict=True))
@@ -285,30 +296,34 @@ class Executable(Generic[_P]):
         return found
 
     def run_forward(
-        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False
-    ) -> tuple[torch.Tensor, Optional, torch.Tensor]:
-        """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written)."""
+        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
+        last: bool = False,
+    ) -> tuple[torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
+        """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written).
+
+        `last`: there is no backward pass, and one piece of memory for all.
+        """
         given = self.inputs(tensors, initial, table)
-        lead = tensors[0]
-        o = given["o"] = lead.new_empty(self.out, dtype=self.dtype)
+        o = given["o"] = self.empty(*self.out, dtype=self.dtype)
         final = None
         if self.plan.returns_final:
-            final = given["@final"] = self._edge(lead)
-        saved = lead.new_empty(self.saved.nbytes, dtype=torch.uint8)
+            final = given["@final"] = self._edge()
+        kept = self.both if last else self.saved
+        saved = self.empty(kept.nbytes, dtype=torch.uint8)
         if filled:
             saved.zero_()
-        workspaces = [(self.saved, saved)]
-        if self.scratch.nbytes:
-            workspaces.append((self.scratch, lead.new_empty(self.scratch.nbytes, dtype=torch.uint8)))
+        workspaces = [(kept, saved)]
+        if self.scratch.nbytes and not last:
+            workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
         run_steps(self.forward, frame, self.device)
         if self._has_look and checks_wanted():
             self.plan.look(frame)
         return o, final, saved
 
-    def _edge(self, lead: torch.Tensor) -> torch.Tensor:
-        """States of documents or sequences, beside the first of the tensors."""
-        x = lead.new_empty(self.edge, dtype=_F32)
+    def _edge(self) -> torch.Tensor:
+        """States of documents or sequences."""
+        x = self.empty(*self.edge)
         return x.zero_() if self.partly else x
 
     def run_backward(
@@ -330,14 +345,14 @@ class Executable(Generic[_P]):
             given["@dfinal"] = dfinal.to(_F32).contiguous()
         dinitial = None
         if want_dinitial:
-            dinitial = given["@dinitial"] = self._edge(tensors[0])
+            dinitial = given["@dinitial"] = self._edge()
         back = self.backward(do, given.get("@dfinal"), want_dinitial, wanted)
         by_head = self.plan.by_head
         for (name, grad), x in zip(self.gradients, tensors, strict=True):
             if name in self.given.tokens and grad in back.makes:
                 shape = (self.given.B, self.given.H, self.given.T) if name in by_head else x.shape
-                given[grad] = x.new_empty(shape, dtype=_F32) if name in by_head else x.new_empty(shape)
-        scratch = tensors[0].new_empty(back.scratch.nbytes, dtype=torch.uint8)
+                given[grad] = self.empty(*shape, dtype=self._gradient_type(name, x))
+        scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
         run_steps(back.steps, frame, self.device)
         grads = [

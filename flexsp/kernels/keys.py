@@ -15,6 +15,7 @@ from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.operators import plain
 from flexsp.runtime.kept import keep
 from flexsp.runtime.launch import KernelLaunch, begin
+from flexsp.runtime.recipe import step
 from flexsp.runtime.steps import Frame, run_steps
 
 __all__ = ["unit_keys"]
@@ -172,6 +173,7 @@ def _backward(xs: Tensors, dys: Tensors, repeats: int, norm: bool) -> Sequence[t
     return found
 
 
+@step
 def unit_keys(tensors: Tensors, repeats: int, norm: bool) -> tuple[torch.Tensor, ...]:
     """Of each of one or two x [B, T, H, K], which may differ in T: x with unit rows if `norm`, each head `repeats`
     times, [B, T, H repeats, K], in x's dtype.

@@ -25,6 +25,7 @@ from flexsp.comm.derivatives import IN_PYTORCH, changed, first_only, first_only_
 from flexsp.comm.group import SequenceParallel, count_failed_call, get_sp
 from flexsp.kernels.table import chunk_table
 from flexsp.runtime.clean_thread import run_in_clean_thread
+from flexsp.runtime.recipe import step
 
 if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
@@ -420,6 +421,7 @@ def _sizes_known(*tensors: Optional) -> bool:
     return all([has_static_value(n) for x in tensors if x is not None for n in x.shape])
 
 
+@step
 def run(
     executable: Executable[Any], key: str | None, tensors: Sequence[torch.Tensor], initial: Optional,
     cu_seqlens: Optional, shard: Shard, scale: float = 1.0,
@@ -436,7 +438,7 @@ def run(
     if backward or not plan.surely_fits:
         executable.precompile(tensors, initial, backward)
     if not backward:
-        return executable.run_forward(tensors, initial, table)[:2]
+        return executable.run_forward(tensors, initial, table, last=True)[:2]
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
     asked = key, sp_id, plan.n_docs, scale, plan.returns_final
     return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)

@@ -14,6 +14,7 @@ from flexsp.kernels.operators import plain
 from flexsp.kernels.primitives import step_of
 from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
+from flexsp.runtime.recipe import step
 
 __all__ = ["activated"]
 
@@ -167,7 +168,7 @@ def _cut(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | None)
 
 
 def _forward(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | None) -> torch.Tensor:
-    y = x.new_empty(x.shape, dtype=torch.float32)
+    y = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
     if not x.numel():
         return y
     tensors = _given(x, A_log, bias)
@@ -229,6 +230,7 @@ def _backward(
     return dx, dA, dbias
 
 
+@step
 def activated(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | None) -> torch.Tensor:
     """-e^{A_log} softplus(x + bias), or with a `factor` factor sigmoid(e^{A_log} (x + bias)), in float32.
 

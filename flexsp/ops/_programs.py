@@ -16,6 +16,7 @@ from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.kernels import gates
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.vector.op import Gates, vector_state
+from flexsp.kernels.views import contiguous, turned
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread
 
@@ -63,14 +64,14 @@ def initial_state(
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.check_state("initial_state", call.initial_state, (N, *sizes), f"[N, {dims}]", x, call.cu_seqlens, group)
     swap = call.state_v_first and call.initial_state is not None
-    return call.initial_state.transpose(-1, -2) if swap else call.initial_state  # type: ignore[union-attr]
+    return turned(call.initial_state) if swap else call.initial_state  # type: ignore[arg-type]
 
 
 def final_state(state: Optional, call: Call) -> Optional:
     """The final states in the caller's layout, or None if the caller did not ask for them."""
     if state is None or not call.output_final_state:
         return None
-    return state.transpose(-1, -2).contiguous() if call.state_v_first else state
+    return contiguous(turned(state)) if call.state_v_first else state
 
 
 class Sizes(NamedTuple):

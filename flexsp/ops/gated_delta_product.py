@@ -8,11 +8,13 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _delta
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 
 __all__ = ["chunk_gated_delta_product", "recurrent_gated_delta_product"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_gated_delta_product(
     q: torch.Tensor,

@@ -7,11 +7,13 @@ import torch
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _delta
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 
 __all__ = ["chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_gated_delta_rule(
     q: torch.Tensor,

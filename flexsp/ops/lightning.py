@@ -7,12 +7,15 @@ import torch
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.ops.simple_gla import chunk_simple_gla
+from flexsp.runtime.recipe import step
 
 __all__ = ["chunk_lightning_attn"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_lightning_attn(
     q: torch.Tensor,
@@ -60,9 +63,13 @@ def chunk_lightning_attn(
     check.check_qkv(q, k, v)
     num_layers = check.check_integer("num_layers", num_layers, least=1)
     layer_idx = check.check_integer("layer_idx", layer_idx, most=num_layers - 1)
-    H = q.shape[2]
-    slope = -8.0 / H * (1 - layer_idx / num_layers)
-    g_gamma = slope * torch.arange(H, dtype=check.accumulation_dtype(q), device=q.device)
+    slope = -8.0 / q.shape[2] * (1 - layer_idx / num_layers)
+    g_gamma = _log_decays(slope, q.shape[2], check.accumulation_dtype(q), q.device)
     return chunk_simple_gla(
         q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, sp, cu_seqlens_cpu
     )
+
+
+@step
+def _log_decays(slope: float, H: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return slope * torch.arange(H, dtype=dtype, device=device)

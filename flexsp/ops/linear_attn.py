@@ -9,6 +9,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 
 __all__ = ["NORMALIZER_EPS", "chunk_linear_attn"]
 
@@ -19,6 +20,7 @@ State = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_linear_attn(
     q: torch.Tensor,

@@ -12,8 +12,11 @@ from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal, ssd
 from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.views import contiguous, turned
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
+from flexsp.runtime.recipe import step
 from flexsp.scan.tokens import without_tail
 
 __all__ = ["mamba2_ssd"]
@@ -22,6 +25,7 @@ NO_LIMIT = (0.0, math.inf)
 
 
 @ranks_call
+@by_recipe
 @one_dtype("x B C z", out="x")
 def mamba2_ssd(
     x: torch.Tensor,
@@ -104,7 +108,7 @@ def mamba2_ssd(
         x, dt, A, B, C, D, dt_bias, initial_state = share_backward(sp, x, dt, A, B, C, D, dt_bias, initial_state)[1:]
         added = D
     if state_v_first and initial_state is not None:
-        initial_state = initial_state.transpose(-1, -2)
+        initial_state = turned(initial_state)
     call: dict[str, Any] = {
         "initial_state": initial_state, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens, "sp": sp,
         "op": "mamba2",
@@ -128,9 +132,10 @@ def mamba2_ssd(
         weight = added.to(dtype) if wide else added.to(dtype).unsqueeze(-1)
         y = without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)
     y = y if z is None else _gated(y, z, cu_seqlens, sp)
-    return y, final.transpose(-1, -2).contiguous() if state_v_first and final is not None else final
+    return y, contiguous(turned(final)) if state_v_first and final is not None else final
 
 
+@step
 def _gated(
     y: torch.Tensor, z: torch.Tensor, cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None
 ) -> torch.Tensor:

@@ -17,8 +17,10 @@ from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
+from flexsp.ops._recipe import by_recipe
 from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
+from flexsp.runtime.recipe import step
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import (
     arriving,
@@ -55,6 +57,7 @@ class Mamba3State(NamedTuple):
 
 
 @ranks_call
+@by_recipe
 @one_dtype("x B C", out="x")
 def mamba3(
     x: torch.Tensor,
@@ -133,7 +136,7 @@ def mamba3(
     initial = _check_state(initial_state, N, sizes, x, cu_seqlens, sp)
     check.same_call(sp, "mamba3", x, *sizes[2:], N, cu_seqlens is None, output_final_state)
     if sp is not None:
-        _, *views = share_backward(sp, *given, *(initial or ()))
+        _, *views = _shared(sp, *given, *(initial or ()))
         given, states = _Inputs(*views[: len(given)]), views[len(given) :]
         if initial is not None:
             here = [read_here(part, sizes.T, cu_seqlens, sp) for part in states]
@@ -144,9 +147,12 @@ def mamba3(
     if sp is not None:
         if ends:  # so that y's backward pass makes the exchange of ends, too
             y = add_backward_dependency(y, ends[0])
-        _, y, ssm, *views = share_backward(sp, y, ssm, *ends)
+        _, y, ssm, *views = _shared(sp, y, ssm, *ends)
         ends = tuple(views)
     return y, None if ssm is None else Mamba3State(ends[0], ssm, *ends[1:])
+
+
+_shared = step(share_backward)
 
 
 @one_dtype("x B C", out="x")
@@ -341,6 +347,7 @@ def _has_kernels(sizes: _Sizes, given: _Inputs) -> bool:
     return in_kernels and plain(*given) and not transformed()
 
 
+@step
 def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     """As `_in_pytorch`."""
     from flexsp.kernels.mamba3 import op as kernels

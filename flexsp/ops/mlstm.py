@@ -13,9 +13,12 @@ from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
+from flexsp.kernels.views import unsqueeze
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
+from flexsp.runtime.recipe import step
 from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
 
@@ -28,6 +31,7 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_mlstm(
     q: torch.Tensor,
@@ -99,7 +103,7 @@ def chunk_mlstm(
     scale = check.check_scale(scale, K)
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
     if sp is not None:  # two exchanges
-        _, q, k, v, i, f, *given = share_backward(sp, q, k, v, i, f, *given)
+        _, q, k, v, i, f, *given = _shared(sp, q, k, v, i, f, *given)
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
@@ -116,7 +120,7 @@ def chunk_mlstm(
     # The gradient of h jumps where the denominator crosses its lower bound, so the denominator must be precise: its
     # weights are the values, in float32, instead of factors of the keys.
     denominator, n = diagonal(
-        reads, keys, gates.weight.unsqueeze(-1), gates.log_forget, scale=scale,
+        reads, keys, unsqueeze(gates.weight, -1), gates.log_forget, scale=scale,
         initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
         cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
     )  # fmt: skip
@@ -125,8 +129,11 @@ def chunk_mlstm(
     if C is None or n is None:
         return h, None
     if sp is not None:
-        _, h, C, n = share_backward(sp, h, C, n)
+        _, h, C, n = _shared(sp, h, C, n)
     return h, _last(last_m, C, n.squeeze(-1))
+
+
+_shared = step(share_backward)
 
 
 @one_dtype("q k v")
@@ -163,7 +170,7 @@ def recurrent_mlstm(
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
     gates, last_m = _stabilised(q, i, f, m, B, None, None)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
-    written = programs.wide(k, q) * gates.weight.unsqueeze(-1)
+    written = programs.wide(k, q) * unsqueeze(gates.weight, -1)
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
     state = None if C is None or n is None else torch.cat([C, n.unsqueeze(-1)], -1)
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp(), state)
@@ -206,6 +213,7 @@ def _stabilised(
     return in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
 
 
+@step
 def _stabilised_in_kernels(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
     sp: SequenceParallel | None,

@@ -7,12 +7,15 @@ import torch
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.ops.simple_gla import chunk_simple_gla
+from flexsp.runtime.recipe import step
 
 __all__ = ["chunk_retention"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_retention(
     q: torch.Tensor,
@@ -54,8 +57,13 @@ def chunk_retention(
         >>> o2, state = chunk_retention(q, k, v, initial_state=state, output_final_state=True)
     """
     check.check_qkv(q, k, v)
-    head = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
-    g_gamma = torch.log1p(-torch.exp2(-5.0 - head)).to(check.accumulation_dtype(q))
+    g_gamma = _log_decays(q.shape[2], check.accumulation_dtype(q), q.device)
     return chunk_simple_gla(
         q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, sp, cu_seqlens_cpu
     )
+
+
+@step
+def _log_decays(H: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    head = torch.arange(H, dtype=torch.float64, device=device)
+    return torch.log1p(-torch.exp2(-5.0 - head)).to(dtype)

@@ -12,12 +12,15 @@ from flexsp.kernels.vector.op import Gates
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
+from flexsp.runtime.recipe import step
 from flexsp.scan.tokens import begins
 
 __all__ = ["recurrent_rg_lru", "rg_lru"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("x", out="x")
 def rg_lru(
     x: torch.Tensor,
@@ -120,6 +123,7 @@ def _check(x: torch.Tensor, r: torch.Tensor, i: torch.Tensor, Lambda: torch.Tens
         check.fail("c", "a number above 0", repr(c))
 
 
+@step
 def _rate(Lambda: torch.Tensor, c: float, x: torch.Tensor) -> torch.Tensor:
     """The log decays of open gates [D], in the accumulation dtype."""
     return -c * F.softplus(programs.wide(Lambda, x))

@@ -8,11 +8,13 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
+from flexsp.ops._recipe import by_recipe
 
 __all__ = ["chunk_rwkv6", "recurrent_rwkv6"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("r k v")
 def chunk_rwkv6(
     r: torch.Tensor,

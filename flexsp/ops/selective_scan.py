@@ -14,6 +14,7 @@ from flexsp.kernels.selective.op import selective
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
+from flexsp.ops._recipe import by_recipe
 from flexsp.scan.tokens import without_tail
 
 __all__ = ["recurrent_selective_scan", "selective_scan"]
@@ -24,6 +25,7 @@ Optional = torch.Tensor | None
 
 
 @ranks_call
+@by_recipe
 @one_dtype("u B C z", out="u")
 def selective_scan(
     u: torch.Tensor,

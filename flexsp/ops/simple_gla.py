@@ -9,11 +9,13 @@ from flexsp.kernels.diagonal.op import diagonal
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
+from flexsp.ops._recipe import by_recipe
 
 __all__ = ["chunk_simple_gla", "recurrent_simple_gla"]
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_simple_gla(
     q: torch.Tensor,

@@ -298,11 +298,10 @@ class KernelLaunch:
         """Launches with the addresses `at` of the tensors of `frame`, on the current device."""
         if self.compiled is None:
             self._compile(frame)
-        args = (*self._pick(at), *self._after)
         if private.profiled():
-            self.compiled[self.grid](*args)
+            self.compiled[self.grid](*self._pick(at), *self._after)
         else:
-            self._start(self.grid, stream, args)
+            self._start(stream, self._pick(at))
 
     def build(self, args: tuple[Any, ...], target: Any) -> Any:
         """The kernel compiled for a target, which need not be here, and arguments as `described`."""
@@ -330,8 +329,8 @@ class KernelLaunch:
             _load(compiled, device)
         constants = self.constants | {"PDL": dependent(device)}
         fixed = [constants[name] for name in self.kernel.arg_names[len(self.pointers) + len(self.numbers) :]]
-        self._start = private.starter(compiled)
         self._after = (*self.numbers, *fixed)
+        self._start = private.starter(compiled, self.grid, self._after)
         self.compiled = compiled  # last: another thread that sees it finds what it is launched with
 
 

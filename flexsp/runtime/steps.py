@@ -22,11 +22,14 @@ _INTERPRETED = not isinstance(begin, triton.JITFunction)
 
 
 class Workspace:
-    """Named buffers of one call in one allocation."""
+    """Named buffers of one call in one allocation; with `others`, also theirs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: Workspace) -> None:
         self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]] = {}
         self.nbytes = 0
+        for workspace in others:
+            self.places |= {name: (self.nbytes + x[0], *x[1:]) for name, x in workspace.places.items()}
+            self.nbytes += workspace.nbytes
 
     def add(self, name: str, dtype: torch.dtype, *shape: int) -> str:
         if name not in self.places:

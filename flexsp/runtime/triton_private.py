@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,8 +234,11 @@ def load(compiled: Any) -> None:
     compiled._init_handles()
 
 
-def starter(compiled: Any) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]:
-    """What launches a loaded kernel: a function of the grid, the stream's handle and all arguments in order.
+def starter(
+    compiled: Any, grid: tuple[int, ...], after: tuple[Any, ...]
+) -> Callable[[int, Sequence[int | None]], None]:
+    """What launches a loaded kernel: a function of the stream's handle and the addresses that the kernel gets before
+    its other arguments, `after`.
 
     Triton's launcher in C, in releases whose arguments are known and where nothing is to be allocated for the kernel;
     else the one in Python around it. No hooks are called.
@@ -247,11 +250,11 @@ def starter(compiled: Any) -> Callable[[tuple[int, int, int], int, tuple[Any, ..
         lead = (function, run.launch_cooperative_grid, run.launch_pdl)
         if RELEASE == (3, 6):
             each = (*lead, None, None, packed, None, None, None)
-            return lambda grid, stream, args: launch(*grid, stream, *each, *args)
+            return lambda stream, at: launch(*grid, stream, *each, *at, *after)
         if RELEASE in ((3, 7), (3, 8), (3, 9)):
             once = (*lead, packed, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
-            return lambda grid, stream, args: launch(*grid, stream, *once, args)
-    return lambda grid, stream, args: run(*grid, stream, function, packed, None, None, None, *args)
+            return lambda stream, at: launch(*grid, stream, *once, (*at, *after))
+    return lambda stream, at: run(*grid, stream, function, packed, None, None, None, *at, *after)
 
 
 # The interpreter ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from zlib import crc32
 import pytest
 import torch
 
+from flexsp.ops import _recipe
 from flexsp.testing.compare import Report
 from tests.tested import Recorder
 
@@ -74,6 +75,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("closest to their bounds")
         for share, name, test in sorted(found, reverse=True)[:10]:
             terminalreporter.write_line(f"{share:.2f} of its bound: {name} in {test}")
+
+
+@pytest.fixture(autouse=True)
+def _planned_anew() -> None:
+    """Other tests may have changed what plans are made of."""
+    _recipe.forget()
 
 
 @pytest.fixture(autouse=True)

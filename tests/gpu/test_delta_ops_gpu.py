@@ -13,6 +13,7 @@ import torch
 from flexsp.devices import H200
 from flexsp.kernels.delta import calls, tiling
 from flexsp.ops import _programs, chunk_gated_delta_product, chunk_gated_delta_rule
+from flexsp.ops._recipe import forget
 from flexsp.testing.cases import PROGRAM_CASES, Shape
 from flexsp.testing.compare import WIDE, low_precision, relative_error
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
@@ -104,6 +105,7 @@ def test_parts_of_heads(n: int, packed: bool, seed: int, monkeypatch: pytest.Mon
             return made
 
         _programs._program.cache_clear()  # its executables have the plan
+        forget()
         monkeypatch.setattr(calls, "tiling_of", planned)
         found.append(passes(chunk_gated_delta_product, given, num_householder=n, cu_seqlens=bounds))
     _programs._program.cache_clear()
@@ -173,6 +175,7 @@ def test_reflections_of_a_long_text(name: str, many: int, seed: int, monkeypatch
     for long in (tiling.LONG, 16):
         monkeypatch.setattr(tiling, "LONG", long)
         tiling.tiling_of.cache_clear()
+        forget()
         try:
             found = wrong(Keys(name, many, T=8192, K=64, V=64), seed, device="cuda")
         finally:

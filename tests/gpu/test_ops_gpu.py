@@ -15,6 +15,7 @@ from flexsp.kernels.diagonal import tiles as table
 from flexsp.kernels.diagonal import tiling
 from flexsp.kernels.diagonal.tiles import Tiles, all_configs
 from flexsp.ops import chunk_linear_attn, chunk_simple_gla
+from flexsp.ops._recipe import forget
 from flexsp.testing.cases import Case, Shape
 from flexsp.testing.compare import WIDE, check_op
 from flexsp.testing.problems import OPS, Problem, check, draw, solve_all
@@ -128,6 +129,7 @@ def test_pieces_of_mamba2(monkeypatch: pytest.MonkeyPatch, H: int, K: int) -> No
     for few in (table.FEW, 2**60):
         monkeypatch.setattr(table, "FEW", few)
         tiling.tiling_of.cache_clear()
+        forget()
         found.append(solve_all(problem, torch.bfloat16, CUDA))
     tiling.tiling_of.cache_clear()
     pieces, whole = found

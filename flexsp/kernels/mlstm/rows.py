@@ -13,6 +13,7 @@ from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
 from flexsp.kernels.run import run
 from flexsp.runtime.launch import begin
+from flexsp.runtime.recipe import step
 
 __all__ = ["exp32", "quotients"]
 
@@ -132,6 +133,7 @@ def _divided(
     return y
 
 
+@step
 def quotients(
     numerator: torch.Tensor, denominator: torch.Tensor, m: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> torch.Tensor:

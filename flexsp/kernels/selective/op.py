@@ -13,6 +13,7 @@ from flexsp.kernels.engine import Engine, asks_for_kernels, neighbours, register
 from flexsp.kernels.functions import Like
 from flexsp.kernels.operators import Asked
 from flexsp.kernels.selective import in_pytorch
+from flexsp.kernels.views import flatten, unflatten, unsqueeze
 from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
@@ -104,12 +105,12 @@ def selective(
     from flexsp.kernels.channel_tiling import channels_of_head
 
     heads = (-1, channels_of_head(*A.shape))
-    optional = [None if D is None else D.unflatten(0, heads), None if z is None else z.unflatten(2, heads),
-                None if delta_bias is None else delta_bias.unflatten(0, heads)]  # fmt: skip
-    tensors = [u.unflatten(2, heads), delta.unflatten(2, heads), A.unflatten(0, heads), B.unsqueeze(2), C.unsqueeze(2)]
-    tensors += [x for x in optional if x is not None]
-    initial = None if initial_state is None else initial_state.unflatten(1, heads)
+    optional = [None if D is None else unflatten(D, 0, heads), None if z is None else unflatten(z, 2, heads),
+                None if delta_bias is None else unflatten(delta_bias, 0, heads)]  # fmt: skip
+    tensors = [unflatten(u, 2, heads), unflatten(delta, 2, heads), unflatten(A, 0, heads)]
+    tensors += [unsqueeze(B, 2), unsqueeze(C, 2), *(x for x in optional if x is not None)]
+    initial = None if initial_state is None else unflatten(initial_state, 1, heads)
     y, last = _Selective.run(
         f"{flags}|{call}", tensors, initial, cu_seqlens, output_final_state=output_final_state, sp=sp
     )  # fmt: skip
-    return y.flatten(2), None if last is None else last.flatten(1, 2)
+    return flatten(y, 2), None if last is None else flatten(last, 1, 2)

@@ -9,6 +9,7 @@ import torch
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.engine import Engine, neighbours, register
 from flexsp.kernels.operators import Asked
+from flexsp.kernels.views import flatten, unflatten
 
 if TYPE_CHECKING:
     from flexsp.kernels.vector.vector_plan import VectorPlan
@@ -76,12 +77,13 @@ def vector_state(
     from flexsp.kernels.channel_tiling import channels_of_head
 
     heads = (-1, channels_of_head(x.shape[2]))
-    tensors, flags = [x.unflatten(2, heads), g.unflatten(2, heads)], "00"
+    tensors, flags = [unflatten(x, 2, heads), unflatten(g, 2, heads)], "00"
     if gates is not None:
-        tensors += [gates.entry.unflatten(2, heads), gates.rate.unflatten(0, heads)]
+        tensors += [unflatten(gates.entry, 2, heads), unflatten(gates.rate, 0, heads)]
         tensors += [] if gates.unit is None else [gates.unit.to(torch.int32)]
         flags = "10" if gates.unit is None else "11"
-    initial = None if initial_state is None else initial_state.unflatten(1, heads)
+    initial = None if initial_state is None else unflatten(initial_state, 1, heads)
     form = f"{flags}|{op} on {x.dtype}{', packed' if cu_seqlens is not None else ''}"
     o, last = _Vector.run(form, tensors, initial, cu_seqlens, output_final_state=output_final_state, sp=sp)
-    return o.flatten(2), None if last is None else last.flatten(1)
+    return flatten(o, 2), None if last is None else flatten(last, 1)
+

@@ -63,7 +63,7 @@ STACK: dict[tuple[int, ...], Stacks] = {  # of a release, bytes a thread; 0 if n
         ("gated_deltanet", "ranks"): {"summarize_backward": 48, "grads": 336},
         ("rwkv7", "whole"): {"prepare0": 56, "grads": 992},
         ("rwkv7", "ranks"): {"prepare0": 56, "grads": 992},
-        ("gdn2", "whole"): {"grads": 240, "exact_grads": 8},
+        ("gdn2", "whole"): {"grads": 240},
     },
     (3, 7): {
         ("gla", "whole"): {"scores_grad_kernel": 24, "grads": 128},

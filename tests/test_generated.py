@@ -124,7 +124,7 @@ def test_one_token_and_none(name: str, folder: str) -> None:
 
 @pytest.mark.parametrize("name", ["hgrn", "gated_deltanet", *slow("retnet", "simple_gla", "gla", "rwkv6", "rwkv7")])
 def test_gates_from_none_to_closed(name: str, folder: str) -> None:
-    H = 2 if name == "retnet" else 1
+    H = 3 if name == "gated_deltanet" else 2 if name == "retnet" else 1  # a few numbers of one head may be unlucky
     check_runs(
         folder,
         Run(name, T=21, H=H, gates=(-1e-4, 0.0, -1.0, -20.0)),

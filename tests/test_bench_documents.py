@@ -62,26 +62,6 @@ def _measured(kind: str, commit: str = "abc", **parts: Any) -> dict[str, Any]:
     return {"kind": kind, "environment": {**env, "world_size": 4}, "shape": shape, "cold": [], "rows": [], **parts}
 
 
-def test_the_readmes_table_has_one_line_an_op_beside_another_library() -> None:
-    def rows(case: str, *providers: tuple[str, float]) -> list[Any]:
-        return [_row(case, 65536, mode, who, ms) for mode in ("fwd", "fwd_bwd") for who, ms in providers]
-
-    first = rows("kda", ("flexsp", 1.25), ("fla", 2.5)) + rows("simple_gla", ("flexsp", 9.0))
-    again = rows("kda", ("flexsp", 7.0)) + rows("gated_delta_rule", ("flexsp", 1.0), ("fla", 3.0), ("flashqla", 2.0))
-    keys = {"case": "kda", "T_local": 32768, "ms": {}, "schedule": "chain"}
-    chain = [{"mode": mode, "efficiency": share, **keys} for mode, share in (("fwd", 0.9), ("fwd_bwd", 0.95))]
-    files = [_measured("op", rows=first), _measured("op", commit="def", rows=again), _measured("scale", rows=chain)]
-    text = document.readme(files)
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    assert lines[0][-1] == "efficiency of 4 GPUs"
-    assert lines[2][:1] == ["Gated DeltaNet"] and lines[2][2:4] == ["1.00 / 1.00", "FlashQLA: 2.00 / 2.00"]
-    assert lines[3][2:] == ["1.25 / 1.25", "flash-linear-attention: 2.50 / 2.50", "0.90 / 0.95"] and len(lines) == 4
-    assert "Commits abc, def; torch 2, Triton 3, flash-linear-attention 0.6.0." in text
-    for wrong in (files[:2], files[2:], [*files, files[2]]):
-        with pytest.raises(ValueError, match="files of bench op and one of bench scale"):
-            document.readme(wrong)
-
-
 def _saved(folder: Path, name: str, kind: str, commit: str, date: str, **parts: Any) -> Path:
     result = _measured(kind, commit, **parts)
     result["environment"]["date"] = date
@@ -136,7 +116,7 @@ def test_a_document_is_written_from_one_file_of_each_measurement(
     path.write_text("<!-- measured: poem host_x_20260101.json -->\n<!-- /measured -->\n")
     assert main(["bench", "document", str(path)]) == 1
     assert (
-        "expected a part of kind beside_ranks, exchanges, hosts, models, operators, ratios, readme, "
+        "expected a part of kind beside_ranks, exchanges, hosts, models, operators, ratios, released, "
         in capsys.readouterr().err
     )
 

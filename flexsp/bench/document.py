@@ -15,21 +15,18 @@ from typing import Any
 from flexsp.bench.record import load
 from flexsp.bench.summary import (
     beside_ranks,
-    commit_of,
     exchanges,
     hosts,
-    library,
     models,
     operators,
     ratios,
     released,
     sanitizers,
     traffic,
-    versions,
 )
 from flexsp.bench.table import grid
 
-__all__ = ["readme", "refreshed", "run", "sources"]
+__all__ = ["refreshed", "run", "sources"]
 
 Result = dict[str, Any]
 _PART = re.compile(r"(<!-- measured: (\w+) ([^>]*?) -->\n)(.*?)(<!-- /measured -->)", re.DOTALL)
@@ -39,43 +36,6 @@ _TOKENS = 65536
 def _row(rows: Sequence[Result], **keys: object) -> Result | None:
     found = (row for row in rows if all(row.get(name) == value for name, value in keys.items()))
     return next((row for row in found if "ms" in row), None)
-
-
-_README = {
-    "linear_attn": "linear attention", "delta_rule": "DeltaNet", "gated_delta_rule": "Gated DeltaNet",
-    "kda": "Kimi Delta Attention", "rwkv7": "RWKV-7",
-}  # fmt: skip
-"""Cases of the README's table. Of other libraries it shows the first that was measured in the same run."""
-_MODES = ("fwd", "fwd_bwd")
-
-
-def _times(rows: Sequence[Result], case: str, provider: str) -> str:
-    found = [_row(rows, case=case, mode=mode, T=_TOKENS, provider=provider) for mode in _MODES]
-    return " / ".join(f"{row['ms']['median']:.2f}" for row in found if row)
-
-
-def readme(results: Sequence[Result]) -> str:
-    """The README's table, from files of `bench op`, of each case the first, and one file of `bench scale`."""
-    ops = [result for result in results if result["kind"] == "op"]
-    scales = [result for result in results if result["kind"] == "scale"]
-    if not ops or len(scales) != 1 or len(ops) + 1 != len(results):
-        kinds = ", ".join(sorted(str(result["kind"]) for result in results))
-        raise ValueError(f"results: expected files of bench op and one of bench scale, got {kinds}")
-    [scale], lines = scales, []
-    for case, name in _README.items():
-        of = next((op for op in ops if _times(op["rows"], case, "flexsp")), None)
-        if of is None:
-            continue
-        beside = ((library(who), _times(of["rows"], case, who)) for who in ("flashqla", "fla"))
-        others = [f"{who}: {times}" for who, times in beside if times]
-        chain = [_row(scale["rows"], case=case, mode=mode, schedule="chain", T_local=_LOCAL) for mode in _MODES]
-        efficiency = " / ".join(f"{row['efficiency']:.2f}" for row in chain if row)
-        heads = f"{of['shape']['H']} x {of['shape']['K']} x {of['shape']['V']}"
-        lines.append([name, heads, _times(of["rows"], case, "flexsp"), *(others[:1] or [""]), efficiency])
-    world = scale["environment"]["world_size"]
-    header = ["", "heads x K x V", "flexsp, ms", "beside it in the same run, ms", f"efficiency of {world} GPUs"]
-    commits = dict.fromkeys(commit_of(result) for result in results)
-    return f"{grid(header, lines)}\n\nCommits {', '.join(commits)}; {versions(results)}."
 
 
 _OPERATORS = {
@@ -119,7 +79,6 @@ _KINDS: dict[str, Callable[[Sequence[Path]], str]] = {
     "models": models,
     "operators": operators,
     "ratios": ratios,
-    "readme": lambda paths: readme([load(path) for path in paths]),
     "released": released,
     "sanitizers": sanitizers,
     "speed": _speed,

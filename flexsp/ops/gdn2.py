@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _delta
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
@@ -84,8 +86,23 @@ def chunk_gdn2(
     heads, inputs = _prepared(
         q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound
     )
+    norm, repeats = False, 1
+    if _on_engine(heads, q):  # its kernels read grouped heads, and divide by norms
+        norm, repeats = heads.norm, heads.HV // programs.known(heads.H)[0]
+    else:
+        inputs |= dict(zip("qk", _delta.keys(q, k, heads), strict=True))
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return programs.run_matrix("gdn2", (heads.B, heads.T, heads.HV, heads.K, heads.V), inputs, scale, call)
+    sizes = heads.B, heads.T, heads.HV, heads.K, heads.V
+    return programs.run_matrix("gdn2", sizes, inputs, scale, call, heads_per_key=repeats, norm=norm)
+
+
+def _on_engine(heads: _delta.Heads, q: Tensor) -> bool:
+    """Whether the delta engine runs this call, outside of graphs and transforms of torch.func."""
+    if torch.compiler.is_compiling() or transformed() or not asks_for_kernels(q.is_cuda, q.dtype):
+        return False
+    from flexsp.kernels.delta.calls import runs_strengths  # it needs Triton
+
+    return runs_strengths(q.dtype, heads.K, heads.V, q.device)
 
 
 @recurrence_of(chunk_gdn2)
@@ -122,6 +139,7 @@ def recurrent_gdn2(
     """
     _delta.check_safe_gates(g, use_gate_in_kernel, False, lower_bound)
     heads, x = _prepared(q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    x |= dict(zip("qk", _delta.keys(q, k, heads), strict=True))
     call = programs.Call(initial_state, output_final_state, state_v_first)
     initial = programs.initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, None, q)
     decay = programs.clamped(x["g"], q).exp()
@@ -143,14 +161,12 @@ def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, norm: bool, use_gate_in_kernel: bool,
     A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,
 ) -> tuple[_delta.Heads, dict[str, Tensor]]:  # fmt: skip
-    """The sizes, and what the program reads: queries and keys of every value head, of unit length if that is asked
-    for, and log gates."""
+    """The sizes, and what the program reads: log gates, and the rest as it is given."""
     heads = _checked(q, k, v, g, b, w)
     check.check_flag("use_qk_l2norm_in_kernel", norm)
     _delta.check_raw_gates(use_gate_in_kernel, A_log, dt_bias)
     gates = _delta.log_gates(g, q, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    q, k = _delta.keys(q, k, heads._replace(norm=norm))
-    return heads, {"q": q, "k": k, "v": v, "erase": b, "write": w, "g": gates}
+    return heads._replace(norm=norm), {"q": q, "k": k, "v": v, "erase": b, "write": w, "g": gates}
 
 
 @check.once

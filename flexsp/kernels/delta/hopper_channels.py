@@ -62,8 +62,10 @@ __all__ = ["channel_grads", "channel_scores"]
 
 _WARPS = gl.constexpr(8)
 _EPS = gl.constexpr(EPS)
-_BITS = "{ .reg .pred p, q; .reg .b32 t, u; setp.eq.u32 p, $1, N; setp.eq.u32 q, $2, N;" \
-    " selp.b32 t, 0xFFFF, 0, p; selp.b32 u, 0xFFFF0000, 0, q; or.b32 $0, t, u; }"  # ones where numbers are N
+_BITS = (
+    "{ .reg .pred p, q; .reg .b32 t, u; setp.eq.u32 p, $1, N; setp.eq.u32 q, $2, N;"
+    " selp.b32 t, 0xFFFF, 0, p; selp.b32 u, 0xFFFF0000, 0, q; or.b32 $0, t, u; }"
+)  # ones where numbers are N
 _TOGETHER, _MEETING = gl.constexpr(_BITS.replace("N", "0")), gl.constexpr(_BITS.replace("N", "1"))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _TOTALS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -285,13 +287,13 @@ def channel_scores(
             step *= of_key.load(gl.SliceLayout(1, L)) * of_key.load(gl.SliceLayout(1, L))
         most = gl.maximum(gl.abs(1.0 - gl.sum(x * x, axis=1) * step), 1.0, propagate_nan=tl.PropagateNan.ALL)
         gl.store(growth + at, gl.where(largest > 0.0, float("inf"), gl.sum(gl.log2(most), axis=0)))
-    of_scores, of_pairs = scale, 1.0
+    factor = 1.0
     if not ERASES:
-        of_scores = steps.load(gl.SliceLayout(0, _PRODUCTS))[None, :] * scale
-    store(scores + at * C * C, gl.where(meets < 8, found * of_scores, 0.0), C, C, C, C, _WARPS)
+        factor = steps.load(gl.SliceLayout(0, _PRODUCTS))[None, :]
+    store(scores + at * C * C, gl.where(meets < 8, found * (factor * scale), 0.0), C, C, C, C, _WARPS)
     if not ERASES:
-        of_pairs = steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
-    _store_pairs(pairs + at * C * C, gl.where(meets >= 8, found * of_pairs, 0.0))
+        factor = steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
+    _store_pairs(pairs + at * C * C, gl.where(meets >= 8, found * factor, 0.0))
 
 
 @gluon.jit
@@ -424,20 +426,23 @@ def channel_grads(
     # Twice the place of a token and whether its dbeta is of errors; -1 where there is no token. It is in shared memory,
     # not in registers until the end. No GPU's memory holds keys of 2^30 tokens.
     token = (((b * T + start + rows) * H + h) * 2).to(gl.int32)
-    by_errors = rows < 0
     if not ERASES:
         part = gl.zeros([1], gl.int64, _TOKENS) + tile.to(gl.int64) * (gl.num_programs(1) * T)  # of dbeta
         part = gl.allocate_shared_memory(gl.int64, [1], _NUMBERS, part)
+    by_errors = rows < 0
+    if not ERASES:  # noqa: SIM102 (a constexpr, then a value)
         if gl.load(gain + at) > ALIKE * length:  # stored at once, as the diagonal that it is: sums would take registers
             by_errors = gl.abs(given_beta.to(gl.float32)) > LEAST_BETA
-            token_by_errors = gl.where(by_errors & (rows < length), token, -1)
-            places = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, token_by_errors)
+            places = gl.allocate_shared_memory(
+                gl.int32, [C], _NUMBERS, gl.where(by_errors & (rows < length), token, -1)
+            )
             gl.thread_barrier()  # places are other threads'
             place = gl.where(i[:, None] == j[None, :], places.load(gl.SliceLayout(1, _PRODUCTS))[:, None], -1)
             beta_c = steps.load(gl.SliceLayout(1, _PRODUCTS))
             of_errors = gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0)
-            to = dbeta + part.load(gl.SliceLayout(1, _PRODUCTS))[:, None] + (place >> 1)
-            gl.store(to, of_errors, mask=place >= 0)
+            gl.store(
+                dbeta + part.load(gl.SliceLayout(1, _PRODUCTS))[:, None] + (place >> 1), of_errors, mask=place >= 0
+            )
     token = gl.where(rows < length, token + by_errors.to(gl.int32), -1)
     places = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, token)
     of_scores = gl.where(i[:, None] >= j[None, :], of_scores * scale, 0.0)
@@ -504,11 +509,7 @@ def channel_grads(
     inside, sums = summed(read_gates(gates))
     block, x = to_middle(inside, sums, totals)
     x = by_token(x)
-    es = shared(power(x))
-    fs = es
-    if not ERASES:
-        fs = shared(power(-x))
-    qe, ke = tiles(1, C, WIDTH).index(0), tiles(1, C, WIDTH).index(0)
+    es, fs, qe, ke = shared(power(x)), shared(power(-x)), tiles(1, C, WIDTH).index(0), tiles(1, C, WIDTH).index(0)
     pe, chosen = tiles(1, C, WIDTH).index(0), tiles(2, C, WIDTH)
     count = gl.allocate_shared_memory(gl.int32, [C], _NUMBERS, gl.arange(0, C, _TOKENS))
     gl.thread_barrier()  # `_choose` reads it
@@ -536,10 +537,10 @@ def channel_grads(
     found = warpgroup_mma(chosen.index(1).permute((1, 0)), ke, found, is_async=True)
     found, to_k, of_gates = warpgroup_mma_wait(0, [found, to_k, of_gates])
     of_gates -= found * _read(pe)
+    found = found * _read(fs)
     if ERASES:
-        to_k += found / _read(es)  # there is no room for the others
+        to_k += found
     else:
-        found = found * _read(fs)
         to_k += found * steps.load(gl.SliceLayout(1, _PRODUCTS))[:, None]
         to_beta += _row_sums(found * _read(ks))
     if block < LEVELS:

@@ -30,6 +30,7 @@ class HopperStrengthsPlan(HopperChannelPlan):
     """
 
     erases: ClassVar[bool] = True
+    of_grads: ClassVar[Launch] = Launch(64, 8, 1)  # what it holds for a chunk takes 168 registers or more
     kernels: ClassVar[dict[str, Any]] = HopperChannelPlan.kernels | by_name(written_values, written_values_grad)
 
     write: str = "write"

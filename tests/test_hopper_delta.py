@@ -146,12 +146,12 @@ CALLS = {
     "product, channels": Call("product, channels", T=80),
     "alike, packed": Call("no gate", alike=True, packed=True),
     "strengths": Call("channels, strengths", T=100),
-    "strengths, alike": Call("channels, strengths", T=80, alike=True, packed=False),
+    "strengths, alike": Call("channels, strengths", T=80, alike=True),
     "strengths, packed": Call("channels, strengths", packed=True, K=128),
     "strengths, unit keys": Call("channels, strengths", T=70, K=128, V=128, norm=False, group=1),
     "strengths, two sequences": Call("channels, strengths", T=70, B=2, H=4),
 }  # fmt: skip
-QUICK = "gated", "product", "alike", "unit keys", "channels, alike"
+QUICK = "gated", "product", "alike", "unit keys", "channels, alike", "strengths, alike"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])

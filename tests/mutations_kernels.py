@@ -26,7 +26,6 @@ _VECTORS = "tests/test_launch_plan.py::test_inputs_are_copied_where_vectors_of_t
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
 _CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
 _CHUNKS = "tests/test_hopper_channels.py::test_against_float64"
-_STRENGTHS = "tests/test_hopper_delta.py::test_against_the_token_loop"
 _IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
 _MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
 _REPEATED = "tests/test_reflections.py::test_against_token_loops"
@@ -407,43 +406,6 @@ KERNELS = [
         ("gl.minimum(gl.maximum(exponent, 28), 226), 127)", "127, 127)", "gradients of pairs have no unit",
          "tests/test_hopper_channels.py::test_gradients_of_any_size[-60]"),
         ("gl.where(closed, 0.0, found).to", "found.to", "closed gates have gradients", _CHUNKS + "[one is closed]"),
-        ("keys = gl.where(odd[:, None], rs.load(CHANNELS), keys)", "keys = rs.load(CHANNELS)",
-         "beyond blocks keys that read write, too", _CHUNKS + "[strengths, strong]"),
-        ("gl.abs(1.0 - step)", "gl.abs(step)", "growth has not what a token leaves as it is",
-         _CHUNKS + "[strengths, large keys]"),
-        ("to_beta += gl.where(odd, found, 0.0)", "to_beta += found", "keys that write have strengths of erasing",
-         _CHUNKS + "[strengths, strong]"),
-        ("to_k += to_beta * strength.to(gl.float32)", "to_k += to_beta", "gradients of keys have no strengths",
-         _CHUNKS + "[strengths]"),
-        ("to_beta, to_k = to_k, to_p", "to_beta, to_k = to_p, to_k", "what reads a state and what writes to it change places",
-         _CHUNKS + "[strengths]"),
-    ),
-    *_in(
-        "flexsp/kernels/delta/exact.py",
-        ("key = key * _row(beta, n, stride, rows, K, when)", "key = key", "token by token all is erased",
-         _STRENGTHS + "[strengths, alike]"),
-    ),
-    *_in(
-        "flexsp/kernels/delta/exact_grads.py",
-        ("read = strength * to_read", "read = to_read", "token by token gradients of keys have no strengths",
-         _STRENGTHS + "[strengths, alike]"),
-        ("(-key * to_read)", "(key * to_read)", "gradients of strengths have the wrong sign",
-         _STRENGTHS + "[strengths, alike]"),
-    ),
-    *_in(
-        "flexsp/kernels/delta/strengths.py",
-        ("(values * strengths)", "values", "values are written as they are", _STRENGTHS + "[strengths, alike]"),
-        ("(strengths * grad)", "grad", "gradients of values have no strengths", _STRENGTHS + "[strengths, alike]"),
-    ),
-    *_in(
-        "flexsp/kernels/delta/hopper_strengths_plan.py",
-        ('{"v": "@v", "d_v": "@dv"}', '{"v": "@v"}', "gradients of values are read as those of what is written",
-         _STRENGTHS + "[strengths, alike]"),
-    ),
-    *_in(
-        "flexsp/ops/gdn2.py",
-        ("norm, repeats = heads.norm,", "norm, repeats = False,", "kernels do not divide by norms",
-         _STRENGTHS + "[strengths, alike]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_gates.py",

@@ -51,8 +51,8 @@ def chunk_gdn2(
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
         v: [B, T, HV, V] in the same dtype, V of 1..512; HV is a multiple of H, and value head h uses the key head
-            h // (HV / H). Hopper GPUs read q and k as they are, in bfloat16 with K and V of 64 or 128; elsewhere, and in
-            graphs of torch.compile, they are repeated in memory.
+            h // (HV / H). On Hopper GPUs kernels read q and k as they are, in bfloat16 with K and V of 64 or 128;
+            elsewhere, and in graphs of torch.compile, they are repeated in memory.
         g: natural-log gates [B, T, HV, K] <= 0; q's dtype or float32. Values below -104 (-800 for float64 inputs)
             act as that, a decay of 0, and have no gradient. With ``use_gate_in_kernel`` any numbers.
         b: strengths of erasing [B, T, HV, K], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.

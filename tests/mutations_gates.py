@@ -28,6 +28,8 @@ _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
 _MAMBA3_ROW = "tests/test_mamba3_kernels.py::test_kernels[one row, documents]"
 _MAMBA3_PARTS = "tests/test_mamba3_kernels.py::test_parts"
 _TOKENS = "tests/test_hopper_delta.py::test_against_the_token_loop"
+_STRENGTHS = _TOKENS + "[strengths, alike]"
+_CHUNKS = "tests/test_hopper_channels.py::test_against_float64"
 _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
@@ -259,7 +261,44 @@ GATES = [
         ("q * b.exp()) @ chunk_state", "q) @ chunk_state", "queries read the state before its decay", _GDN2),
     ),
     *_in(
+        "flexsp/kernels/delta/hopper_channels.py",
+        ("keys = gl.where(odd[:, None], rs.load(CHANNELS), keys)", "keys = rs.load(CHANNELS)",
+         "beyond blocks keys that read write, too", _CHUNKS + "[strengths, strong]"),
+        ("gl.abs(1.0 - step)", "gl.abs(step)", "growth has not what a token leaves as it is",
+         _CHUNKS + "[strengths, large keys]"),
+        ("to_beta += gl.where(odd, found, 0.0)", "to_beta += found", "keys that write have strengths of erasing",
+         _CHUNKS + "[strengths, strong]"),
+        ("to_k += to_beta * strength.to(gl.float32)", "to_k += to_beta", "gradients of keys have no strengths",
+         _CHUNKS + "[strengths]"),
+        ("to_beta, to_k = to_k, to_p", "to_beta, to_k = to_p, to_k",
+         "what reads a state and what writes to it change places", _CHUNKS + "[strengths]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact.py",
+        ("key = key * _row(beta, n, stride, rows, K, when)", "key = key", "token by token all is erased",
+         _STRENGTHS),
+    ),
+    *_in(
+        "flexsp/kernels/delta/exact_grads.py",
+        ("read = strength * to_read", "read = to_read", "token by token gradients of keys have no strengths",
+         _STRENGTHS),
+        ("(-key * to_read)", "(key * to_read)", "gradients of strengths have the wrong sign",
+         _STRENGTHS),
+    ),
+    *_in(
+        "flexsp/kernels/delta/strengths.py",
+        ("(values * strengths)", "values", "values are written as they are", _STRENGTHS),
+        ("(strengths * grad)", "grad", "gradients of values have no strengths", _STRENGTHS),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_strengths_plan.py",
+        ('{"v": "@v", "d_v": "@dv"}', '{"v": "@v"}', "gradients of values are read as those of what is written",
+         _STRENGTHS),
+    ),
+    *_in(
         "flexsp/ops/gdn2.py",
+        ("norm, repeats = heads.norm,", "norm, repeats = False,", "kernels do not divide by norms",
+         _STRENGTHS),
         ("state = state * programs.rows_at(decay, t)\n        error", "error", "decoding does not decay",
          _GDN2_DECODED),
         ("keys * erase, values * write", "keys, values * write", "decoding erases all", _GDN2_DECODED),

@@ -19,6 +19,8 @@ from tests.marks import slow
 pytestmark = pytest.mark.compiles
 
 OF_LARGE = ("output", "output_backward", "grads")
+OF_STRENGTHS = ("channel_scores", "channel_grads", "exact_forward", "exact_backward", "exact_grads")
+"""Those of heads with gates of channels that read gates, and strengths."""
 OF_LARGE_CHANNELS = ("output_backward", "channel_parts")
 """Of heads of 256, those that take most shared memory and registers: all of them would take too long."""
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -83,7 +85,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "many heads, gates of channels": {"name": "vector_gated_delta", "H": 128},
     "bf16 128, gates of channels in bf16": {
         "name": "vector_gated_delta", "K": 128, "V": 128, "gates": "bfloat16", "packed": True,
-        "only": ("channel_scores", "channel_grads", "exact_forward", "exact_backward", "exact_grads"),
+        "only": OF_STRENGTHS,
+    },
+    "bf16 128, strengths": {"name": "gdn2", "K": 128, "V": 128, "norm": True, "group": 2},
+    "bf16 64, 128, strengths, packed": {"name": "gdn2", "K": 64, "V": 128, "packed": True},
+    "over ranks, strengths": {"name": "gdn2", "ranks": True, "norm": True},
+    "bf16 128, strengths in bf16": {
+        "name": "gdn2", "K": 128, "V": 128, "gates": "bfloat16", "packed": True, "only": OF_STRENGTHS,
     },
 }
 QUICK = [
@@ -91,6 +99,7 @@ QUICK = [
     "bf16 64, many heads, gates of channels",
 ]  # fmt: skip
 NO_DECAY = ["bf16 128, no decay"]
+STRENGTHS = ["bf16 128, strengths"]
 SHARED = ["many heads, gates of channels"]
 IN_TRITON = ["in Triton"]
 OVER_RANKS = ["over ranks"]
@@ -102,6 +111,7 @@ ALL_LARGE = [name for name in CONFIGS if re.match("bf16 .*(192|256)", name)]
 EXACT = {"choose", "exact_forward", "exact_backward", "exact_grads"}
 WALKS = {"output", "chunk_states", "output_backward", "summarize", "summarize_backward"}
 OF_CHANNELS = {"channel_scores", "channel_wy_transform", "channel_parts", "channel_grads"}
+BY_CHANNEL = ("vector_gated_delta", "gdn2")
 IN_GLUON = {"forward", "backward", "grads", "segment_horizon", "channel_scores", "channel_grads"}
 MAY_SPILL = {
     (3, 6): {
@@ -144,7 +154,7 @@ def compile_config(
     n_docs = 4 if packed else 0
     looks = code.program.meta.looks({"H": H, "K": K, "V": V}, 32768 * steps)
     looks |= {x: (kind, (32768, *shape[1:])) for x, (kind, shape) in looks.items() if x in ("q", "g")}
-    looks |= {x: (getattr(torch, gates), shape) for x, (_, shape) in looks.items() if x == "g"}
+    looks |= {x: (getattr(torch, gates), shape) for x, (_, shape) in looks.items() if x in ("g", "erase", "write")}
     looks |= {x: (kind, (rows, heads // group, K)) for x, (kind, (rows, heads, *_)) in looks.items() if x in ("q", "k")}
     given = {x: torch.empty(1, *shape, dtype=kind, device="meta") for x, (kind, shape) in looks.items()}
     for x in given.values():
@@ -185,8 +195,9 @@ def test_kernels(name: str) -> None:
     found, of = compiled(name), CONFIGS[name].get("name", "gated_deltanet")
     ranks = CONFIGS[name].get("ranks", False)
     segments, packed = of == "gated_deltanet" or (of == "deltanet" and ranks), CONFIGS[name].get("packed", False)
-    if in_gluon(name) and of == "vector_gated_delta":
+    if in_gluon(name) and of in BY_CHANNEL:
         want = {"channel_scores", "inverse", "forward", "backward", "channel_grads"}
+        want |= {"written_values", "written_values_grad"} if of == "gdn2" else set()
         heads = CONFIGS[name].get("H", 32)
         want |= {"scan_segments"} if heads < 128 else set()
         want |= {"segment_horizon"} if heads < 128 or ranks else set()
@@ -203,15 +214,16 @@ def test_kernels(name: str) -> None:
         want |= of_channels if of == "vector_gated_delta" else of_tokens
     want |= EXACT if CONFIGS[name].get("dtype", "bfloat16") == "bfloat16" else set()
     want |= {"tail_kernel"} if packed else set()
-    if CONFIGS[name].get("norm") and not (in_gluon(name) and of != "vector_gated_delta"):
-        want |= {"unit_keys_kernel", "unit_keys_grad_kernel"}
+    if CONFIGS[name].get("norm"):
+        want |= set() if in_gluon(name) else {"unit_keys_kernel"}
+        want |= {"unit_keys_grad_kernel"} if of in BY_CHANNEL or not in_gluon(name) else set()
     assert {kernel["name"] for kernel in found} == want & {*CONFIGS[name].get("only", want)}, described(found)
     assert all(kernel["shared"] < H200.shared and kernel["waits_first"] for kernel in found), described(found)
     wrong = ("uneven_sums", "drops_nan", "races", "unwritten")
     assert not [x for x in found if any(x[what] for what in wrong)], described(found)
 
 
-@pytest.mark.parametrize("name", [QUICK[0], QUICK[1], QUICK[3], *slow(*NO_DECAY, *IN_TRITON)])
+@pytest.mark.parametrize("name", [QUICK[0], QUICK[1], QUICK[3], *slow(*NO_DECAY, *IN_TRITON, *STRENGTHS)])
 def test_products_of_training_shapes(name: str) -> None:
     found, products = compiled(name), IN_GLUON if in_gluon(name) else WALKS | OF_CHANNELS | {"wy_transform", "grads"}
     assert all(kernel["wgmma"] > 0 for kernel in found if kernel["name"] in products), described(found)
@@ -220,11 +232,12 @@ def test_products_of_training_shapes(name: str) -> None:
         may = {} if in_gluon(name) else MAY_SPILL[RELEASE]
         over = [x["name"] for x in found if x["stack"] > may.get(x["name"], 0)]
         assert not over, f"{over} spill:\n{described(found)}"
-    if in_gluon(name) and CONFIGS[name].get("name") != "vector_gated_delta" and "no decay" not in name:
+    if in_gluon(name) and CONFIGS[name].get("name") not in BY_CHANNEL and "no decay" not in name:
         large = [x["name"] for x in found if x["name"] in IN_GLUON and 2 * (x["shared"] + 1024) > 228 * 1024]
         assert not large, f"{large}: two do not fit a multiprocessor\n{described(found)}"
     if in_gluon(name):
-        of_chunks = [x for x in found if x["name"] in ("channel_scores", "channel_grads")]
+        two = ("channel_scores",) if CONFIGS[name].get("name") == "gdn2" else ("channel_scores", "channel_grads")
+        of_chunks = [x for x in found if x["name"] in two]
         large = [x for x in of_chunks if x["registers"] > 128 or 2 * (x["shared"] + 1024) > 228 * 1024]
         assert not large, f"two programs do not fit a multiprocessor\n{described(large)}"
 

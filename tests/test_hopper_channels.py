@@ -25,7 +25,8 @@ Tensors = dict[str, torch.Tensor]
 class Call:
     """`sizes`: of blocks, in each tile of 64 channels. `documents`: their lengths, packed; B sequences of T tokens if
     there are none. `group`: heads that share queries and keys. `errors`: gains are so large that gradients of beta are
-    products of errors. `norm`: queries and keys have any length, and kernels divide by it."""
+    products of errors. `norm`: queries and keys have any length, and kernels divide by it. `erases`: beta has a number
+    for each channel of the keys that read."""
 
     gates: str
     sizes: tuple[int, ...]
@@ -40,6 +41,7 @@ class Call:
     beta: float | None = None
     errors: bool = False
     norm: bool = False
+    erases: bool = False
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -86,7 +88,8 @@ def drawn(call: Call, made: torch.Generator) -> Tensors:
     shapes = {"q": (B, H // call.group, T, K), "k": (B, H // call.group, T, K), "do": (B, H, T, V)}
     given = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
     given["k"] = torch.nn.functional.normalize(given["k"], dim=-1) * (1.7 if call.gates == "large keys" else 1.0)
-    beta = torch.rand(B, T, H, generator=made) if call.beta is None else torch.full((B, T, H), call.beta)
+    strengths = (B, T, H, K) if call.erases else (B, T, H)
+    beta = torch.rand(strengths, generator=made) if call.beta is None else torch.full(strengths, call.beta)
     if call.norm:
         for name in "qk":
             given[name] *= torch.exp2(torch.randint(-6, 6, given[name].shape[:3], generator=made))[..., None]
@@ -104,14 +107,15 @@ def decays(g: torch.Tensor) -> torch.Tensor:
 def chunk(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> Tensors:
     """Of one chunk [length, K] what the formulas say; zeros for tokens behind it."""
     q, k, g = (torch.nn.functional.pad(x, (0, 0, 0, C - len(x))) for x in (q, k, g))
-    beta = torch.nn.functional.pad(beta, (0, C - len(beta)))
+    beta = torch.nn.functional.pad(beta.view(len(beta), -1), (0, 0, 0, C - len(beta)))
+    read, written = (beta * k, k) if beta.shape[1] > 1 else (k, beta * k)
     b = decays(g)
     pair = (b[:, None] - b[None]).masked_fill(torch.ones(C, C).triu(1).bool()[..., None], -torch.inf).exp()
-    alike = torch.einsum("id,jd,ijd->ij", k, k, pair) * beta
-    scores = torch.einsum("id,jd,ijd->ij", q, k, pair) * beta * SCALE
+    alike = torch.einsum("id,jd,ijd->ij", read, written, pair)
+    scores = torch.einsum("id,jd,ijd->ij", q, written, pair) * SCALE
     left = (b[-1] - b).exp()
-    return {"pairs": alike.tril(-1), "scores": scores, "reads": SCALE * q * b.exp(), "w": k * b.exp(),
-            "writes": beta[:, None] * k * left, "decay": b[-1].exp()}  # fmt: skip
+    return {"pairs": alike.tril(-1), "scores": scores, "reads": SCALE * q * b.exp(), "w": read * b.exp(),
+            "writes": written * left, "decay": b[-1].exp()}  # fmt: skip
 
 
 def norms(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +160,8 @@ def wanted(call: Call, given: Tensors, made: torch.Generator) -> tuple[Tensors, 
                 dv[b, rows, h] = grads[0][:length]
                 for name, y in x.items():
                     found.setdefault(name, []).append(y.detach())
-                steps = (1 - leaves[3] * leaves[1].square().sum(1)).abs().clamp(min=1.0).log2().sum()
+                erased = (leaves[3].view(length, -1) * leaves[1].square()).sum(1)
+                steps = (1 - erased).abs().clamp(min=1.0).log2().sum()
                 grows = (leaves[2] > 0).any()
                 found.setdefault("growth", []).append(torch.where(grows, torch.inf, steps.detach()))
                 for name, y in (("v_new", N), ("entering", S), ("leaving", dS)):
@@ -195,7 +200,7 @@ class Kernels:
         strides = [n for x in given for n in x.stride()[:3]]
         kernel[programs, self.rows](
             *given, *tensors, self.table, *strides, *numbers, K=self.call.K, C=C, PACKED=bool(self.call.documents),
-            GROUP=self.call.group, NORM=self.call.norm, PDL=False, **constants,
+            GROUP=self.call.group, NORM=self.call.norm, ERASES=self.call.erases, PDL=False, **constants,
         )  # fmt: skip
 
     def scores(self) -> Tensors:
@@ -212,7 +217,8 @@ class Kernels:
         call, n = self.call, len(self.call.chunks)
         shape = call.B, call.tokens, call.H
         made = {"dq": _room(*shape, call.K), "dk": _room(*shape, call.K)}
-        made |= {"dbeta": _room(self.tiles, *shape, dtype=F32), "dg": _room(*shape, call.K, dtype=call.kind)}
+        of_beta = (*shape, call.K) if call.erases else (self.tiles, *shape)
+        made |= {"dbeta": _room(*of_beta, dtype=F32), "dg": _room(*shape, call.K, dtype=call.kind)}
         skipped = torch.full((self.rows, n), int(skips), dtype=torch.int32)
         gain = torch.full((self.rows, n), 60.0 if call.errors else 0.0)
         given = [left[x] for x in ("do", "dv", "v_new", "entering", "leaving")]
@@ -220,7 +226,7 @@ class Kernels:
             "channel_grads", n * self.tiles, [*given, skipped, gain, self.norms, *made.values()],
             *given[0].stride()[:3], call.tokens, call.H, n, SCALE, V=call.V,
         )  # fmt: skip
-        return made | {"dbeta": made["dbeta"].sum(0)}
+        return made if call.erases else made | {"dbeta": made["dbeta"].sum(0)}
 
 
 def _room(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -270,6 +276,12 @@ CALLS = {
     "any keys, growth": Call("growth", (CHUNK,), norm=True),
     "any keys, errors": Call("mild", (CHUNK,), errors=True, norm=True),
     "errors, strong": Call("strong", (BLOCK,), T=50, errors=True),
+    "strengths": Call("mild", (CHUNK, CHUNK), 128, 64, 100, H=2, group=2, norm=True, erases=True),
+    "strengths, strong": Call("strong", (BLOCK,), T=61, V=128, erases=True),
+    "strengths, very strong": Call("very strong", (TOKEN, TOKEN), 128, 64, documents=(70, 0, 1, 30), erases=True),
+    "strengths, growth": Call("growth", (CHUNK,), erases=True),
+    "strengths, large keys": Call("large keys", (CHUNK,), kind=BF16, erases=True, beta=1.7),
+    "strengths, errors": Call("mild", (CHUNK,), errors=True, norm=True, erases=True),
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ RULES = {
     **dict.fromkeys(
         ("product", "product, channels"), functools.partial(ops.chunk_gated_delta_product, num_householder=2)
     ),
-    "channels": ops.chunk_kda,
+    "channels": ops.chunk_kda, "channels, strengths": ops.chunk_gdn2,
 }  # fmt: skip
 
 
@@ -60,10 +60,11 @@ class Call:
 
         T, heads = self.T * self.steps, self.H // self.group
         x = {"q": draw(self.T, heads, self.K), "k": draw(T, heads, self.K), "v": draw(T, self.H, self.V)}
-        x["beta"] = torch.rand(self.B, T, self.H)
+        strengths = {"b": self.K, "w": self.V} if "strengths" in self.rule else {"beta": None}
+        x |= {name: torch.rand(self.B, T, self.H, *([n] if n else [])) for name, n in strengths.items()}
         if self.alike:
             x["k"][:] = x["k"][:, :1] + 0.1 * x["k"]
-            x["beta"] = 2 - 0.05 * x["beta"]
+            x |= {name: 2 - 0.05 * x[name] for name in ("beta", "b") if name in x}
         if self.norm:
             x["q"] *= torch.exp2(torch.randint(-6, 6, x["q"].shape[:3])[..., None])
             x["k"] *= torch.exp2(torch.randint(-6, 6, x["k"].shape[:3])[..., None])
@@ -99,7 +100,10 @@ class Call:
             for name, t in x.items()
         }
         bounds = {"cu_seqlens": torch.tensor(BOUNDS)} if self.packed else {}
-        o, final = oracles.delta_rule(**x, scale=0.7, steps=self.steps, **bounds)
+        if "b" in x:
+            o, final = oracles.gdn2(**x, scale=0.7, **bounds)
+        else:
+            o, final = oracles.delta_rule(**x, scale=0.7, steps=self.steps, **bounds)
         return torch.cat([o, rest], 1), final
 
 
@@ -141,8 +145,13 @@ CALLS = {
     "channels, packed": Call("channels", packed=True, K=128), "channels, unit keys": Call("channels", T=70, norm=False),
     "product, channels": Call("product, channels", T=80),
     "alike, packed": Call("no gate", alike=True, packed=True),
+    "strengths": Call("channels, strengths", T=100),
+    "strengths, alike": Call("channels, strengths", T=80, alike=True),
+    "strengths, packed": Call("channels, strengths", packed=True, K=128),
+    "strengths, unit keys": Call("channels, strengths", T=70, K=128, V=128, norm=False, group=1),
+    "strengths, two sequences": Call("channels, strengths", T=70, B=2, H=4),
 }  # fmt: skip
-QUICK = "gated", "product", "alike", "unit keys", "channels, alike"
+QUICK = "gated", "product", "alike", "unit keys", "channels, alike", "strengths, alike"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])

@@ -140,14 +140,16 @@ def run_program(
 
 
 def run_matrix(
-    name: str, sizes: tuple[int, ...], inputs: dict[str, Tensor], scale: float | None, call: Call, first: str = "q"
-) -> tuple[Tensor, Optional]:
+    name: str, sizes: tuple[int, ...], inputs: dict[str, Tensor], scale: float | None, call: Call, first: str = "q", *,
+    heads_per_key: int = 1, norm: bool = False,
+) -> tuple[Tensor, Optional]:  # fmt: skip
     """Runs an op with matrix states: the checks that all of them have, then the op's program.
 
     Args:
         sizes: B, T, H, K and V.
         inputs: the program's tensors by name, among them q.
         first: the op's own name for q, for messages.
+        heads_per_key, norm: as in `Sizes`.
     """
     (H, K, V), x = known(*sizes[2:]), inputs["q"]
     group = check.resolve(call.sp, x)
@@ -156,7 +158,8 @@ def run_matrix(
     factor = factor_of(scale, K)
     N = check.number_of_states(x.shape[0], call.cu_seqlens)
     check.same_call(group, name, x, H, K, V, N, call.cu_seqlens is None)
-    o, final = run_program(name, Sizes(H, K, V, factor), inputs, initial, call.cu_seqlens, group)
+    made_for = Sizes(H, K, V, factor, heads_per_key=heads_per_key, norm=norm)
+    o, final = run_program(name, made_for, inputs, initial, call.cu_seqlens, group)
     return o, final_state(final, call)
 
 

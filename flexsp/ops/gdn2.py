@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.kernels.engine import asks_for_kernels
 from flexsp.ops import _delta
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
+from flexsp.ops._recipe import by_recipe
 
 __all__ = ["chunk_gdn2", "recurrent_gdn2"]
 
@@ -16,6 +19,7 @@ Tensor = torch.Tensor
 
 
 @ranks_call
+@by_recipe
 @one_dtype("q k v")
 def chunk_gdn2(
     q: torch.Tensor,
@@ -47,7 +51,8 @@ def chunk_gdn2(
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
         v: [B, T, HV, V] in the same dtype, V of 1..512; HV is a multiple of H, and value head h uses the key head
-            h // (HV / H).
+            h // (HV / H). On Hopper GPUs kernels read q and k as they are, in bfloat16 with K and V of 64 or 128;
+            elsewhere, and in graphs of torch.compile, they are repeated in memory.
         g: natural-log gates [B, T, HV, K] <= 0; q's dtype or float32. Values below -104 (-800 for float64 inputs)
             act as that, a decay of 0, and have no gradient. With ``use_gate_in_kernel`` any numbers.
         b: strengths of erasing [B, T, HV, K], from 0 to 1 (to 2 for negative eigenvalues); q's dtype or float32.
@@ -84,8 +89,23 @@ def chunk_gdn2(
     heads, inputs = _prepared(
         q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound
     )
+    norm, repeats = False, 1
+    if _on_engine(heads, q):  # its kernels read grouped heads, and divide by norms
+        norm, repeats = heads.norm, heads.HV // programs.known(heads.H)[0]
+    else:
+        inputs |= dict(zip("qk", _delta.keys(q, k, heads), strict=True))
     call = programs.Call(initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, sp)
-    return programs.run_matrix("gdn2", (heads.B, heads.T, heads.HV, heads.K, heads.V), inputs, scale, call)
+    sizes = heads.B, heads.T, heads.HV, heads.K, heads.V
+    return programs.run_matrix("gdn2", sizes, inputs, scale, call, heads_per_key=repeats, norm=norm)
+
+
+def _on_engine(heads: _delta.Heads, q: Tensor) -> bool:
+    """Whether the delta engine runs this call, outside of graphs and transforms of torch.func."""
+    if torch.compiler.is_compiling() or transformed() or not asks_for_kernels(q.is_cuda, q.dtype):
+        return False
+    from flexsp.kernels.delta.calls import runs_strengths  # it needs Triton
+
+    return runs_strengths(q.dtype, heads.K, heads.V, q.device)
 
 
 @recurrence_of(chunk_gdn2)
@@ -122,6 +142,7 @@ def recurrent_gdn2(
     """
     _delta.check_safe_gates(g, use_gate_in_kernel, False, lower_bound)
     heads, x = _prepared(q, k, v, g, b, w, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    x |= dict(zip("qk", _delta.keys(q, k, heads), strict=True))
     call = programs.Call(initial_state, output_final_state, state_v_first)
     initial = programs.initial_state((heads.HV, heads.K, heads.V), "HV, K, V", call, None, q)
     decay = programs.clamped(x["g"], q).exp()
@@ -143,14 +164,12 @@ def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, norm: bool, use_gate_in_kernel: bool,
     A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,
 ) -> tuple[_delta.Heads, dict[str, Tensor]]:  # fmt: skip
-    """The sizes, and what the program reads: queries and keys of every value head, of unit length if that is asked
-    for, and log gates."""
+    """The sizes, and what the program reads: log gates, and the rest as it is given."""
     heads = _checked(q, k, v, g, b, w)
     check.check_flag("use_qk_l2norm_in_kernel", norm)
     _delta.check_raw_gates(use_gate_in_kernel, A_log, dt_bias)
     gates = _delta.log_gates(g, q, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    q, k = _delta.keys(q, k, heads._replace(norm=norm))
-    return heads, {"q": q, "k": k, "v": v, "erase": b, "write": w, "g": gates}
+    return heads._replace(norm=norm), {"q": q, "k": k, "v": v, "erase": b, "write": w, "g": gates}
 
 
 @check.once

@@ -6,6 +6,7 @@ o_t = scale q_t S_t.
 """
 
 from flexsp.compiler import cache_result, decayed_scores, identity, unit_lower_inverse
+from flexsp.variants.delta_rule import DELTA_RULE
 from flexsp.variants.maker import maker
 
 
@@ -31,4 +32,4 @@ def merge(q, k, g, u, w, chunk_state, scale):
 
 
 inputs = {"q": "THK", "k": "THK", "v": "THV", "erase": "THK", "write": "THV"}
-make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped=["g"])
+make = maker(chunk, decay, merge, inputs, {"g": "THK"}, clamped=["g"], lowerings=[DELTA_RULE])

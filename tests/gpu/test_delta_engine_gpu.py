@@ -38,7 +38,7 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("size", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gdn2"])
 @pytest.mark.usefixtures("poisoned")
 def test_sizes(folder: Path, seed: int, name: str, size: tuple[int, int], documents: tuple[int, ...] | None) -> None:
     check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
@@ -167,11 +167,14 @@ def test_gates_of_channels(folder: Path, seed: int, kind: str, documents: tuple[
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("name", ["vector_gated_delta", "gdn2"])
 @pytest.mark.usefixtures("poisoned", "segments")
-def test_segments_of_channels(folder: Path, seed: int, K: int, kind: str, documents: tuple[int, ...] | None) -> None:
+def test_segments_of_channels(
+    folder: Path, seed: int, name: str, K: int, kind: str, documents: tuple[int, ...] | None
+) -> None:  # fmt: skip
     T = 1280 if documents is None else sum(documents)
     check_variant(
-        "vector_gated_delta", K, 64, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
+        name, K, 64, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto",
         gates=of_channels(kind, T, K),
     )  # fmt: skip
 
@@ -271,9 +274,12 @@ def test_gradients_of_any_size_of_channels(kind: str, power: int) -> None:
     assert all(torch.equal(a * 2.0**power, b) for a, b in zip(large, other, strict=True))
 
 
+LIE = ("q", "k", "v", "erase", "write")
+
+
 def shifted(name: str, x: torch.Tensor) -> torch.Tensor:
     """At an address that 16 does not divide."""
-    if name not in "qkv":
+    if name not in LIE:
         return x
     memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
     return _Filled.apply(x, memory)
@@ -281,7 +287,7 @@ def shifted(name: str, x: torch.Tensor) -> torch.Tensor:
 
 def spread(name: str, x: torch.Tensor) -> torch.Tensor:
     """Rows 9 numbers longer than they are."""
-    if name not in "qkv":
+    if name not in LIE:
         return x
     memory = torch.empty(*x.shape[:-1], x.shape[-1] + 9, dtype=x.dtype, device=x.device)[..., : x.shape[-1]]
     return _Filled.apply(x, memory)
@@ -300,7 +306,7 @@ class _Filled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("lie", [shifted, spread])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gdn2"])
 @pytest.mark.usefixtures("poisoned")
 def test_tensors_that_lie_anyhow(folder: Path, seed: int, name: str, lie: object) -> None:
     check_variant(name, 64, 128, BF16, folder, seed, lowering="auto", lie=lie)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from flexsp.testing.compare import WIDE, low_precision, relative_error
 from tests.gpu.judge import CUDA, DTYPES, Sums, assert_right, assert_same
 from tests.harness.keys import BOUND, Keys, drawn, error_of_steps, inverse_of_alike, passes, unlike, wrong
 from tests.harness.keys import NAMES as RULES
+from tests.harness.keys_of_programs import GDN2
 
 LENGTHS = (61, 0, 64, 1, 77, 0)
 
@@ -36,6 +37,14 @@ def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, see
 @pytest.mark.usefixtures("poisoned")
 def test_large_heads(name: str, size: tuple[int, int], seed: int) -> None:
     against_the_token_loop(name, torch.bfloat16, True, *size, seed)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("size", [(64, 128), (128, 128)], ids=str)
+@pytest.mark.parametrize("name", [name for name in PROGRAM_CASES if "gdn2" in name])
+@pytest.mark.usefixtures("poisoned")
+def test_two_strengths_in_gluon(name: str, size: tuple[int, int], packed: bool, seed: int) -> None:
+    against_the_token_loop(name, torch.bfloat16, packed, *size, seed)
 
 
 def against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, K: int, V: int, seed: int) -> None:
@@ -125,13 +134,14 @@ def test_heads_that_the_engine_does_not_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("size", [(64, 64), (128, 128), (96, 200)], ids=str)
 @pytest.mark.parametrize("beta", [1.5, 1.9, 2.0])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [*RULES, "gdn2"])
 @pytest.mark.usefixtures("poisoned")
 def test_keys_of_a_small_vocabulary(name: str, beta: float, size: tuple[int, int], seed: int) -> None:
     """Of two heads one has such keys; outputs, final states and all gradients within 2 % of the token loop."""
     given: dict[str, Any] = {"beta": beta, "H": 2, "K": size[0], "V": size[1]}
-    cases = [Keys(name, many, T=1024, **given) for many in (0, 1, 2, 4, 32, 1000)]
-    cases.append(Keys(name, 4, T=1000, bounds=(0, 61, 61, 700, 1000), **given))
+    kind = GDN2 if name == "gdn2" else Keys
+    cases = [kind(name, many, T=1024, **given) for many in (0, 1, 2, 4, 32, 1000)]
+    cases.append(kind(name, 4, T=1000, bounds=(0, 61, 61, 700, 1000), **given))
     found = [f"{keys}: {x}" for keys in cases for x in wrong(keys, seed, device="cuda")]
     assert not found, "\n".join(found)
 

@@ -251,7 +251,7 @@ def inverse_of_alike(
     strides, sizes = (*(C * K, K, K) * 3, C, 1, 1), {"K": K, "C": C, "PACKED": False, "GROUP": 1, "PDL": False}
     if gluon:
         made, how = (*square, *rows, numbers, numbers, numbers, k), {"num_warps": 8, "maxnreg": 128}
-        how |= {"GROWTH": False, "NORM": False}
+        how |= {"GROWTH": False, "NORM": False, "ERASES": False}
         hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, **how)
         hopper_wy_transform.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
     else:

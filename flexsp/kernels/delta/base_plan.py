@@ -27,7 +27,8 @@ class _Buffers(LaunchPlan):
         transition_nonzero: which segments' matrices count: not where states decay to nothing, or a document begins.
         gates, bounds, gain: what `wy_inverse` leaves of chunks.
         keys, chunk_beta: queries and keys of walks, and what they multiply keys by.
-        unit: copies of unit length that kernels read in place of q and k, if kernels do not divide by `norms`.
+        unit: what kernels read and write in place of inputs and of their gradients: copies of q and k of unit length,
+            if kernels do not divide by `norms`.
         norms: 1 / norm of queries and keys of chunks, for kernels that divide by these themselves.
         to_keys: gradients of q and k, of each head.
         segment_states, segment_gradients: the states that enter segments and their gradients; None where a walk begins
@@ -61,10 +62,12 @@ class BasePlan(_Buffers):
         types: dtypes of beta and of the gates.
         norm: q and k are to be divided by their norms.
         divides: kernels do that as they read q and k.
+        erases: beta has a number for each channel of the keys that read, and those that write are as they are.
         finishes: kernels of gradients sum those of heads that share queries and keys, and take them back through norms.
     """
 
     divides: ClassVar[bool] = False
+    erases: ClassVar[bool] = False
     finishes: ClassVar[bool] = False
 
     tiling: Tiling
@@ -114,10 +117,11 @@ class BasePlan(_Buffers):
         }  # fmt: skip
         sizes = {
             "K": p.K, "BK": p.key_block, "V": p.V, "BV": how.cols, "COLS": how.cols, "C": p.chunk, "GATED": self.gated,
-            "GROUP": p.group, "STEPS": p.steps, **dots(self.dtype),
+            "GROUP": p.group, "STEPS": p.steps, "ERASES": self.erases, **dots(self.dtype),
         }  # fmt: skip
         strides = [n for x in inputs for n in self._strides(x)]
         pointers = [x if x is None else self.unit.get(x, x) for x in pointers]
+        writes = [self.unit.get(x, x) for x in writes]
         reads = None if reads is None else [self.unit.get(x, x) for x in reads]
         return self.launch(
             kind, how, grid, pointers, writes, [*strides, *(numbers[x] for x in taken if x in numbers)],

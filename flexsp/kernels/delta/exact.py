@@ -100,6 +100,24 @@ def _number(base, n, stride, when):
 
 
 @triton.jit
+def _reading(key, beta, n, stride, rows, when, K: tl.constexpr, ERASES: tl.constexpr):
+    """The key that reads. ERASES: beta has a number for each of its channels; else it is that which writes."""
+    if ERASES:
+        key = key * _row(beta, n, stride, rows, K, when)
+    return key
+
+
+@triton.jit
+def _step(beta, n, stride, when, ERASES: tl.constexpr):
+    """What the key that writes is multiplied by."""
+    if ERASES:
+        found = 1.0
+    else:
+        found = _number(beta, n, stride, when)
+    return found
+
+
+@triton.jit
 def _decay(g, n, stride, rows, when, K: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr):
     """What key n leaves of a state: a number, or one for each channel [BK]. A token's gate is with its first key."""
     if GATED == CHANNEL:
@@ -127,9 +145,11 @@ def exact_forward(
     held, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     READS: tl.constexpr, KEEPS: tl.constexpr, SUMS: tl.constexpr, NONZERO: tl.constexpr, ENTERS: tl.constexpr,
     BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    STEPS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    STEPS: tl.constexpr, NORM: tl.constexpr, ERASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A walk from the first token of a segment to its last: READS, KEEPS and SUMS as in `hopper_walks.forward`."""
+    """A walk from the first token of a segment to its last: READS, KEEPS and SUMS as in `hopper_walks.forward`.
+
+    ERASES: beta are strengths of erasing [B, T, H, K], as in `hopper_channels.channel_scores`."""
     begin(PDL)
     panel, row, seg = tl.program_id(0), tl.program_id(1).to(tl.int64), before + tl.program_id(2)
     c0 = seg * per_seg
@@ -176,23 +196,29 @@ def exact_forward(
             tl.store(to + cols[None, :] * K + rows[:, None], S, mask=(rows < K)[:, None] & (cols < V)[None, :])
         kn = _key(k, start, k_st, rows, K, length > 0, NORM)
         vn = _row(v, start, v_st, cols, V, of_state & (length > 0))
-        bn = _number(beta, start, beta_st, length > 0)
+        bn = _step(beta, start, beta_st, length > 0, ERASES)
+        read = _reading(kn, beta, start, beta_st, rows, length > 0, K, ERASES)
         left = _decay(g, start, g_st, rows, length > 0, K, GATED, STEPS)
         for i in range(0, length):
             n = start + i
             more = i + 1 < length  # the next token is read ahead
             k1 = _key(k, n + 1, k_st, rows, K, more, NORM)
             v1 = _row(v, n + 1, v_st, cols, V, of_state & more)
-            b1 = _number(beta, n + 1, beta_st, more)
+            b1 = _step(beta, n + 1, beta_st, more, ERASES)
+            read1 = _reading(k1, beta, n + 1, beta_st, rows, more, K, ERASES)
             left1 = _decay(g, n + 1, g_st, rows, more, K, GATED, STEPS)
             S = _decayed(S, left, GATED)
-            error = vn - sum_over(S * kn[:, None], 0)
+            error = vn - sum_over(S * (read if ERASES else kn)[:, None], 0)
             S += kn[:, None] * (error * bn)[None, :]
             if READS:
                 reads = n % STEPS == STEPS - 1
                 found = sum_over(S * _key(q, n // STEPS, q_st, rows, K, reads, NORM)[:, None], 0) * scale
                 tl.store(o + n // STEPS * H * V + cols, found.to(o.dtype.element_ty), mask=(cols < V) & reads)
-            kn, vn, bn, left = k1, v1, b1, left1
+            kn, vn, left = k1, v1, left1
+            if ERASES:  # what does not change is not handed from token to token
+                read = read1
+            else:
+                bn = b1
         if PACKED and LEAVES:
             store_state(final + (doc * H + h) * K * V, S, 0, v0, last, K, V, BK, BV)
     if LEAVES and not PACKED:
@@ -210,7 +236,7 @@ def exact_backward(
     beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, before, held,
     scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SUMS: tl.constexpr,
     ENTERS: tl.constexpr, BOUNDARY: tl.constexpr, LEAVES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    GROUP: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr, ERASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A walk from the last token of a segment to its first, as `hopper_walks.backward`; dv is made elsewhere."""
     begin(PDL)
@@ -251,8 +277,8 @@ def exact_backward(
             reads = n % STEPS == STEPS - 1
             of_output = _row(do, n // STEPS, do_st, cols, V, reads) * scale
             dS += _key(q, n // STEPS, q_st, rows, K, reads, NORM)[:, None] * of_output[None, :]
-            y = sum_over(dS * kn[:, None], 0) * _number(beta, n, beta_st, True)
-            dS -= kn[:, None] * y[None, :]
+            y = sum_over(dS * kn[:, None], 0) * _step(beta, n, beta_st, True, ERASES)
+            dS -= _reading(kn, beta, n, beta_st, rows, True, K, ERASES)[:, None] * y[None, :]
             dS = _decayed(dS, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
         if PACKED:
             if LEAVES:

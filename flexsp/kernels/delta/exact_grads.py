@@ -11,8 +11,9 @@ from flexsp.kernels.delta.exact import (
     _decayed,
     _inverse_norm,
     _key,
-    _number,
+    _reading,
     _row,
+    _step,
     of_head,
 )
 from flexsp.kernels.delta.walks import CHANNEL, SCALAR
@@ -32,7 +33,7 @@ def _add(base, i, x, N: tl.constexpr, index, more):
 def _panel(
     q, k, v, beta, g, do, entering, leaving, dv, rows_of_chunk, start, length, v0, H, of_beta, of_gate, q_st, k_st,
     v_st, beta_st, g_st, do_st, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr,
+    C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, NORM: tl.constexpr, ERASES: tl.constexpr,
 ):  # fmt: skip
     """What BV columns of the values from v0 on add to the rows A, B and those of dq, each [C, K]; to dbeta and to that
     of a gate a token, -v dv, both [C]; and the products of the states that leave, summed [BK]."""
@@ -47,8 +48,9 @@ def _panel(
         n = start + i
         S = _decayed(S, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
         kn = _key(k, n, k_st, rows, K, True, NORM)
-        error = _row(v, n, v_st, cols, V, True) - sum_over(S * kn[:, None], 0)
-        S += kn[:, None] * (error * _number(beta, n, beta_st, True))[None, :]
+        read = _reading(kn, beta, n, beta_st, rows, True, K, ERASES)
+        error = _row(v, n, v_st, cols, V, True) - sum_over(S * read[:, None], 0)
+        S += kn[:, None] * (error * _step(beta, n, beta_st, True, ERASES))[None, :]
         tl.store(errors + i * BV + panel, error)
     tl.debug_barrier()  # rows are read by other threads than those that stored them
     dS = tl.trans(load_state(leaving, v0, 0, True, V, K, BV, BK))
@@ -57,20 +59,22 @@ def _panel(
         i = length - 1 - j
         n = start + i
         kn = _key(k, n, k_st, rows, K, True, NORM)
-        bn = _number(beta, n, beta_st, True)
+        bn = _step(beta, n, beta_st, True, ERASES)
         reads = n % STEPS == STEPS - 1
         of_output = _row(do, n // STEPS, do_st, cols, V, reads) * scale
         dS += _key(q, n // STEPS, q_st, rows, K, reads, NORM)[:, None] * of_output[None, :]
         error = tl.load(errors + i * BV + panel)
         p = sum_over(dS * kn[:, None], 0)
         y = p * bn
-        of_beta += tl.where(index == i, sum_over(p * error, 0), 0.0)
+        if not ERASES:
+            of_beta += tl.where(index == i, sum_over(p * error, 0), 0.0)
         if GATED == SCALAR:
             of_gate -= tl.where(index == i, sum_over(_row(v, n, v_st, cols, V, True) * y, 0), 0.0)
         _add(to_a, i, sum_over(dS * error[None, :], 1) * bn, K, rows, v0 > 0)
         tl.store(of_values + i * BV + panel, y)
         tl.store(dv + n * H * V + cols, y.to(dv.dtype.element_ty), mask=cols < V)
-        dS = _decayed(dS - kn[:, None] * y[None, :], _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
+        read = _reading(kn, beta, n, beta_st, rows, True, K, ERASES)
+        dS = _decayed(dS - read[:, None] * y[None, :], _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
     tl.debug_barrier()
     S = tl.trans(load_state(entering, v0, 0, True, V, K, BV, BK))
     for i in range(0, length):
@@ -80,7 +84,7 @@ def _panel(
         y = tl.load(of_values + i * BV + panel)
         _add(to_b, i, sum_over(S * y[None, :], 1), K, rows, v0 > 0)
         error = tl.load(errors + i * BV + panel)
-        S += kn[:, None] * (error * _number(beta, n, beta_st, True))[None, :]
+        S += kn[:, None] * (error * _step(beta, n, beta_st, True, ERASES))[None, :]
         of_output = _row(do, n // STEPS, do_st, cols, V, n % STEPS == STEPS - 1) * scale
         _add(to_q, i, sum_over(S * of_output[None, :], 1), K, rows, v0 > 0)
     tl.debug_barrier()  # the next panel writes over errors and gradients of values
@@ -93,7 +97,7 @@ def _chunk(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, row, c, place, heads, T,
     H, n_chunks, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, ERASES: tl.constexpr,
 ):  # fmt: skip
     b = row // H
     h = row % H
@@ -116,7 +120,7 @@ def _chunk(
         of_beta, of_gate, kept = _panel(
             q, k, v, beta, g, do, entering + place * V * K, leaving + place * V * K, dv, rows_of_chunk, start, length,
             v0, H, of_beta, of_gate, q_st, k_st, v_st, beta_st, g_st, do_st, scale, K, BK, V, BV, C, GATED, STEPS,
-            NORM,
+            NORM, ERASES,
         )  # fmt: skip
         behind += kept
     if GATED == SCALAR:
@@ -128,6 +132,9 @@ def _chunk(
         a = _row(rows_of_chunk, i, K, rows, K, True)
         read = _row(rows_of_chunk + C * K, i, K, rows, K, True)
         of_query = _row(rows_of_chunk + 2 * C * K, i, K, rows, K, True)
+        if ERASES:
+            to_read, strength = read, _row(beta, n, beta_st, rows, K, True)
+            read = strength * to_read
         of_key, key, query = a - read, _row(k, n, k_st, rows, K, True), _row(q, n // STEPS, q_st, rows, K, reads)
         if NORM:
             of_one_key, of_one_query = _inverse_norm(key), _inverse_norm(query)
@@ -146,8 +153,11 @@ def _chunk(
             behind += of_query - key * (a + read)
             found = tl.where(_row(g, n, g_st, rows, K, True) <= GATE_MIN, 0.0, behind)
             tl.store(dg + ((b * T + n) * H + h) * K + rows, found.to(dg.dtype.element_ty), mask=rows < K)
+        if ERASES:
+            to = dbeta + ((b * T + n) * H + h) * K + rows
+            tl.store(to, (-key * to_read).to(dbeta.dtype.element_ty), mask=rows < K)
     zeros = tl.zeros([C], tl.float32)
-    for tile in tl.static_range(TILES):
+    for tile in tl.static_range(0 if ERASES else TILES):
         found = of_beta if tile == 0 else zeros
         if GATED == CHANNEL:
             to = dbeta + ((tile * (heads // H) + b) * T + start + index) * H + h
@@ -168,14 +178,15 @@ def exact_grads(
     k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st, do_sh, T, H, n_chunks, before,
     count, held, groups, scale, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     TILES: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, ERASES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of `count` chunks behind those `before`; entering and leaving S^T [B H, held, V, K].
 
     NORM: q and k are divided by their norms, and so are the dq and dk of these, but with a gate a channel.
 
     With a gate a channel also dg [B, T, H, K] and dbeta [TILES, B, T, H], all but the first zeros; else dbeta is
-    `parts` of `grads`, with as many tiles, zeros likewise.
+    `parts` of `grads`, with as many tiles, zeros likewise. ERASES: beta and dbeta are [B, T, H, K], as in
+    `exact.exact_forward`; keys that read are beta k, and dbeta is -k B.
 
     dk is the difference of the rows A = beta D' e and B = S y, where e, y, S (decayed) and D' (before y) are as `exact`
     has them. A gate's gradient is that of the gate behind it, decayed, and q dq - v dv, or for each channel
@@ -198,5 +209,5 @@ def exact_grads(
                     q, k, v, beta, g, do, entering, leaving, rows_of_chunk, dq, dk, dv, dbeta, dg, table, q_sb, q_st,
                     q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, do_sb, do_st,
                     do_sh, row, c, row * held + c - before, heads, T, H, n_chunks, scale, K, BK, V, BV, C, TILES, GATED,
-                    PACKED, GROUP, STEPS, NORM,
+                    PACKED, GROUP, STEPS, NORM, ERASES,
                 )  # fmt: skip

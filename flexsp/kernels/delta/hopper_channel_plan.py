@@ -15,8 +15,7 @@ from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
 __all__ = ["HopperChannelPlan"]
 
-_SCORES = Launch(64, 8, 1, registers=128)  # two blocks a multiprocessor
-_GRADS = Launch(64, 8, 1, registers=128)
+_SCORES = Launch(64, 8, 1, registers=128)  # two blocks a multiprocessor, as of gradients
 _HORIZON = Launch(64, 4, 1)
 
 
@@ -25,6 +24,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     Attributes:
         growth: log2 of how much a chunk makes a state grow at most.
+        of_grads: how gradients of chunks are launched.
     """
 
     kernels: ClassVar[dict[str, Any]] = ChannelPlan.kernels | HopperPlan.kernels | {
@@ -33,6 +33,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
     }  # fmt: skip
 
     finishes: ClassVar[bool] = False
+    of_grads: ClassVar[Launch] = Launch(64, 8, 1, registers=128)
 
     growth: str | None
 
@@ -55,7 +56,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
 
     @property
     def _panels(self) -> int:
-        return self.tiling.K // _GRADS.cols
+        return self.tiling.K // self.of_grads.cols
 
     def _before_states(self) -> list[LaunchSpec]:
         p, names, grid = self.tiling, self.gated_inputs, (self.n_chunks, self.B * self.H, 1)
@@ -97,7 +98,7 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
         p, names = self.tiling, [*self.gated_inputs, "do"]
         made = [*self.to_keys, self.to_steps, gradient_of(str(self.gate))]
         grads = self.kernel_launch(
-            "channel_grads", _GRADS, (p.n_chunks * self._panels, p.B * p.H, 1),
+            "channel_grads", self.of_grads, (p.n_chunks * self._panels, p.B * p.H, 1),
             [*names, "d_v", "@v_new", "@entering", "@leaving", self.skipped, self.gain, self.norms, *made], made, names,
             NORM=self.norms is not None,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from flexsp.devices import Device, check_heads, of_device
 from flexsp.kernels.launch_spec import Launch
 
-__all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "tiling_of"]
+__all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "in_gluon", "tiling_of"]
 
 MOST = 256
 """Of K and V."""
@@ -117,9 +117,9 @@ def _chunk(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else 32
 
 
-def _copies(dtype: torch.dtype, K: int, V: int, gluon: bool) -> bool:
-    """Whether kernels in Gluon run such calls."""
-    return gluon and dtype == torch.bfloat16 and {K, V} <= {64, 128}
+def in_gluon(dtype: torch.dtype, K: int, V: int) -> bool:
+    """Whether kernels in Gluon run such calls, where they may be launched."""
+    return dtype == torch.bfloat16 and {K, V} <= {64, 128}
 
 
 def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: bool) -> Tiles:
@@ -143,7 +143,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
             _chunk(dtype), Launch(0, 2 if large else 1, 1), Launch(part, 4, 1), walk, states, walk,
             Launch(keys, 8 if large else 4, 1), part if large else block, Launch(few_keys, 4, 1),
             Launch(few_keys if large else keys, 4, 1), Launch(few_keys, 8 if large else 4, 1),
-            part if large else block, _copies(dtype, K, V, gluon),
+            part if large else block, gluon and in_gluon(dtype, K, V),
         )  # fmt: skip
     walk, warps = (Launch(narrow, 4, 1), 4) if K <= 128 else (Launch(16, 8, 1), 8)
     return Tiles(
@@ -179,7 +179,7 @@ def tiling_of(
     """
     check_heads("q", B, H)
     n_chunks = -(-T // _chunk(dtype)) + n_docs
-    cut = n_chunks >= LONG and _cut(gates, ranks, _copies(dtype, K, V, gluon))
+    cut = n_chunks >= LONG and _cut(gates, ranks, gluon and in_gluon(dtype, K, V))
     tiles = _choose(dtype, K, V, n_docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
     parts = _parts(gates, steps) if cut and tiles.copies else 1
     cols, room = (64, 2 * device.programs * parts) if tiles.copies else (tiles.output.cols, device.programs)

@@ -117,12 +117,14 @@ def _chunk(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else 32
 
 
-def _copies(dtype: torch.dtype, K: int, V: int, gluon: bool) -> bool:
+def _copies(dtype: torch.dtype, K: int, V: int, gates: int, gluon: bool) -> bool:
     """Whether kernels in Gluon run such calls."""
-    return gluon and dtype == torch.bfloat16 and {K, V} <= {64, 128}
+    if gates > 1:
+        return gluon and dtype == torch.bfloat16 and {K, V} <= {64, 128}
+    return gluon and dtype == torch.bfloat16 and 64 <= K <= 128 and K % 16 == 0 and V % 64 == 0
 
 
-def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: bool) -> Tiles:
+def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, copies: bool) -> Tiles:
     """bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles, three tf32 products for one.
 
     packed: a document sets the state anew, which takes registers and shared memory. With more than 64 keys Triton 3.6
@@ -132,7 +134,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
     block = max(16, 1 << (V - 1).bit_length())
     part, narrow = min(block, 64), min(block, 32)
     keys = min(64, max(16, 1 << (K - 1).bit_length()))
-    large = max(K, V) > 128
+    large = max(K, V) > 128 and not copies
     if dtype == torch.bfloat16:
         wide = min(block, 128) if not packed else part if K <= 64 else narrow
         walk = Launch(narrow, 4, 3) if few or V <= 32 else Launch(wide, 4 if K <= 64 and wide <= 64 else 8, 2)
@@ -143,7 +145,7 @@ def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, gluon: 
             _chunk(dtype), Launch(0, 2 if large else 1, 1), Launch(part, 4, 1), walk, states, walk,
             Launch(keys, 8 if large else 4, 1), part if large else block, Launch(few_keys, 4, 1),
             Launch(few_keys if large else keys, 4, 1), Launch(few_keys, 8 if large else 4, 1),
-            part if large else block, _copies(dtype, K, V, gluon),
+            part if large else block, copies,
         )  # fmt: skip
     walk, warps = (Launch(narrow, 4, 1), 4) if K <= 128 else (Launch(16, 8, 1), 8)
     return Tiles(
@@ -179,8 +181,9 @@ def tiling_of(
     """
     check_heads("q", B, H)
     n_chunks = -(-T // _chunk(dtype)) + n_docs
-    cut = n_chunks >= LONG and _cut(gates, ranks, _copies(dtype, K, V, gluon))
-    tiles = _choose(dtype, K, V, n_docs > 0, few=not cut and device.programs >= 2 * B * H, gluon=gluon)
+    copies = _copies(dtype, K, V, gates, gluon)
+    cut = n_chunks >= LONG and _cut(gates, ranks, copies)
+    tiles = _choose(dtype, K, V, n_docs > 0, few=not cut and device.programs >= 2 * B * H, copies=copies)
     parts = _parts(gates, steps) if cut and tiles.copies else 1
     cols, room = (64, 2 * device.programs * parts) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))

@@ -120,8 +120,8 @@ def _inside(here, N: gl.constexpr, width, LAYOUT: gl.constexpr):
 def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4, width=None):
     """Rows 0..length-1 of a tile [R, N] of bfloat16 on their way to shared memory, zero below."""
     rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
-    inside = _inside(rows < length, N, width, by_row(N, WARPS))
-    async_copy.async_copy_global_to_shared(to, base + _offsets(R, N, stride, WARPS), inside)
+    at = base + _offsets(R, N, stride, WARPS)
+    async_copy.async_copy_global_to_shared(to, at, _inside(rows < length, N, width, by_row(N, WARPS)))
 
 
 @gluon.jit
@@ -152,8 +152,8 @@ def copy_tokens(to, base, start, length, R: gl.constexpr, N: gl.constexpr, strid
     else:
         token, there = of_outputs(start, length, R, STEPS, gl.SliceLayout(1, by_row(N)))
         at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
-        inside = _inside(there, N, width, by_row(N))
-        async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, inside)
+        at = base + start // STEPS * stride + at
+        async_copy.async_copy_global_to_shared(to, at, _inside(there, N, width, by_row(N)))
 
 
 @gluon.jit
@@ -207,8 +207,8 @@ def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.c
     """Rows 0..length-1 of x [R, N] as bfloat16."""
     rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
     x = gl.convert_layout(x.to(gl.bfloat16), by_row(N, WARPS))
-    inside = _inside(rows < length, N, width, by_row(N, WARPS))
-    gl.store(base + _offsets(R, N, stride, WARPS), x, mask=inside)
+    at = base + _offsets(R, N, stride, WARPS)
+    gl.store(at, x, mask=_inside(rows < length, N, width, by_row(N, WARPS)))
 
 
 @gluon.jit
@@ -216,8 +216,8 @@ def store_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, strid
     """Stores as bfloat16 the rows that `copy_tokens` would read."""
     token, there = of_outputs(start, length, R, STEPS, gl.SliceLayout(1, by_row(N)))
     at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
-    inside = _inside(there, N, width, by_row(N))
-    gl.store(base + start // STEPS * stride + at, gl.convert_layout(x.to(gl.bfloat16), by_row(N)), mask=inside)
+    at = base + start // STEPS * stride + at
+    gl.store(at, gl.convert_layout(x.to(gl.bfloat16), by_row(N)), mask=_inside(there, N, width, by_row(N)))
 
 
 @gluon.jit
@@ -251,10 +251,10 @@ def load_state(base, R: gl.constexpr, N: gl.constexpr, stride, width=None):
 @gluon.jit
 def store_state(base, x, R: gl.constexpr, N: gl.constexpr, stride, width=None, length=None):
     """Stores what `load_state` would read, of the first `length` rows of x if not None."""
+    at = base + _turned(R, N, stride)
     x = gl.convert_layout(x, _WIDE_COLUMNS)
     if width is None:
-        gl.store(base + _turned(R, N, stride), x)
+        gl.store(at, x)
     else:
         rows = gl.arange(0, R, gl.SliceLayout(1, _WIDE_COLUMNS))
-        inside = _inside(rows < (R if length is None else length), N, width, _WIDE_COLUMNS)
-        gl.store(base + _turned(R, N, stride), x, mask=inside)
+        gl.store(at, x, mask=_inside(rows < (R if length is None else length), N, width, _WIDE_COLUMNS))

@@ -110,21 +110,21 @@ def _room(C: gl.constexpr, PANEL: gl.constexpr, BK: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    to, n: gl.constexpr, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, width,
-    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, PANEL: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr,
+    to, n: gl.constexpr, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, place, k0,
+    width, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, PANEL: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy panel n, and queries and keys with the first one, in two groups."""
     of_o, of_y, N, S, dS = to
     v0: gl.constexpr = n * PANEL
     copy_tokens(of_o, do + v0, start, length, C, PANEL, do_st, STEPS)
     copy(of_y, dv + start * H * V + v0, length, C, PANEL, H * V)
-    copy(N, v_new + v0 * C, PANEL, PANEL, C, C)
+    copy(N, v_new + place * V * C + v0 * C, PANEL, PANEL, C, C)
     async_copy.commit_group()
-    copy(S, entering + v0 * K, PANEL, PANEL, BK, K, width=width)
-    copy(dS, leaving + v0 * K, PANEL, PANEL, BK, K, width=width)
+    copy(S, entering + place * V * K + v0 * K + k0, PANEL, PANEL, BK, K, width=width)
+    copy(dS, leaving + place * V * K + v0 * K + k0, PANEL, PANEL, BK, K, width=width)
     if n == 0:
-        copy_tokens(qs, q, start, length, C, BK, q_st, STEPS, width)
-        copy(ks, k + start * k_st, length, C, BK, k_st, width=width)
+        copy_tokens(qs, q + k0, start, length, C, BK, q_st, STEPS, width)
+        copy(ks, k + start * k_st + k0, length, C, BK, k_st, width=width)
     async_copy.commit_group()
 
 
@@ -166,12 +166,9 @@ def _of_chunk(
     if PANELS > 1:
         rooms = rooms + (_room(C, PANEL, BK),)
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
-    v_new += place * V * C
-    entering += place * V * K + k0
-    leaving += place * V * K + k0
     for n in gl.static_range(2 if PANELS > 1 else 1):
         _fetch(
-            rooms[n], n, do, dv, v_new, entering, leaving, q + k0, k + k0, qs, ks, do_st, q_st, k_st, start, length, H,
+            rooms[n], n, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, place, k0,
             width, K, BK, V, PANEL, C, STEPS,
         )  # fmt: skip
     if PANELS > 1:  # their products take too many registers to keep other numbers beside them
@@ -195,7 +192,7 @@ def _of_chunk(
             if n + 2 < PANELS:
                 _fetch(
                     rooms[n % 2], n + 2, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start,
-                    length, H, width, K, BK, V, PANEL, C, STEPS,
+                    length, H, place, k0, width, K, BK, V, PANEL, C, STEPS,
                 )  # fmt: skip
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))

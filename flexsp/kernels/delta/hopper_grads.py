@@ -140,10 +140,10 @@ def _keep_alive(room):
 
 @gluon.jit
 def _passed(S, dS, BK: gl.constexpr):
-    """The product of S^T and dS^T, summed over keys."""
+    """The sum of products of what S^T and dS^T have."""
     whole: gl.constexpr = by_row(BK)
     both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
-    return gl.sum(both, axis=1)
+    return gl.sum(gl.sum(both, axis=1), axis=0)
 
 
 @gluon.jit
@@ -171,10 +171,11 @@ def _of_chunk(
             rooms[n], n, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, place, k0,
             width, K, BK, V, PANEL, C, STEPS,
         )  # fmt: skip
-    if PANELS > 1:  # their products take too many registers to keep other numbers beside them
+    if PANELS > 1:  # sums of products take the registers of what is loaded below
         reads, pairs = gl.zeros([C, C], gl.float32, CC), gl.zeros([C, C], gl.float32, CC)
-        to_p, to_k, to_q = gl.zeros([C, BK], gl.float32, CK), gl.zeros([C, BK], gl.float32, CK), gl.zeros([C, BK], gl.float32, CK)
-        passed = gl.zeros([PANEL], gl.float32, gl.SliceLayout(1, by_row(BK)))
+        to_p = gl.zeros([C, BK], gl.float32, CK)
+        to_k, to_q = to_p, to_p
+        passed = 0.0
         for n in gl.static_range(PANELS - 1):
             of_o, of_y, N, S, dS = rooms[n % 2]
             arrived(3)
@@ -245,7 +246,7 @@ def _of_chunk(
         passes = _passed(S, dS, BK)
         if PANELS > 1:
             passes += passed
-        kept = gl.sum(passes, axis=0) * kept
+        kept = passes * kept
     to_p, to_k, to_q = warpgroup_mma_wait(0, [to_p, to_k, to_q])
     gl.thread_barrier()  # all warps have waited for products that read what is written over below
     _keep_alive(rooms[(PANELS - 1) % 2])

@@ -141,8 +141,12 @@ CALLS = {
     "channels, packed": Call("channels", packed=True, K=128), "channels, unit keys": Call("channels", T=70, norm=False),
     "product, channels": Call("product, channels", T=80),
     "alike, packed": Call("no gate", alike=True, packed=True),
+    "96, 192": Call(T=70, H=1, group=1, K=96, V=192), "96, 192, packed": Call(H=4, K=96, V=192, packed=True),
+    "96, alike": Call(K=96, alike=True), "256 values": Call("no gate", T=130, group=1, K=128, V=256),
+    "80, product, packed": Call("product", K=80, V=192, packed=True),
+    "values in two blocks": Call(T=70, H=1, group=1, K=80, V=384), "112": Call(T=70, B=2, H=4, K=112, norm=False),
 }  # fmt: skip
-QUICK = "gated", "product", "alike", "unit keys", "channels, alike"
+QUICK = "gated", "product", "alike", "unit keys", "channels, alike", "96, 192"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])
@@ -168,7 +172,7 @@ def of_chunks(q: torch.Tensor, k: torch.Tensor, beta: torch.Tensor, g: torch.Ten
     found = {x: torch.full(n, torch.nan, dtype=torch.bfloat16 if x in half else None) for x, n in shapes.items()}
     strides = [n for x in (q, k, beta, g) for n in (0, x.stride(0), 0)]
     Kernel("delta/hopper_wy_transform.py", "wy_inverse")[chunks, 1](
-        q, k, beta, g, *found.values(), q, *strides, T, 1, 0.7, K=K, C=64, GATED=1, BOUNDS=True, NORM=norm,
+        q, k, beta, g, *found.values(), q, *strides, T, 1, 0.7, K=K, BK=K, C=64, GATED=1, BOUNDS=True, NORM=norm,
         PACKED=False, GROUP=1, STEPS=1, PDL=False,
     )  # fmt: skip
     return found

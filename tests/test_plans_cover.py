@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS
@@ -64,6 +65,13 @@ def test_the_delta_engine() -> None:
         assert len(plan.parts) == 1 or (plan.tiles.copies and steps > 1 and gates == 1)
         several += len(plan.parts) > 1
     assert several
+
+
+@pytest.mark.parametrize(("H", "V", "n_seg"), [(30, 192, 5), (32, 128, 4), (48, 128, 5), (16, 128, 8), (128, 128, 1)])
+def test_segments_of_the_delta_engine_run_in_few_turns(H: int, V: int, n_seg: int) -> None:
+    """256 programs run at once, each of 64 columns: 30 heads of 192 take 2 turns for 5 segments, and for 3 as many."""
+    plan = delta.tiling_of(torch.bfloat16, 1, 32768, H, 128, V, 0, 1, False, H200, True)
+    assert plan.n_seg == n_seg
 
 
 def test_generated_kernels() -> None:

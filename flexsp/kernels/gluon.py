@@ -3,9 +3,9 @@
 What a chunk reads is copied to shared memory while the chunk before is worked on, and products that do not wait for
 each other run side by side. Triton has such copies only in pipelines of its own, which choose what waits for what.
 
-Only for bfloat16 and rows of a multiple of 16 numbers, which are whole vectors of the copies. Tiles have sizes that are
-powers of two: of a tile that is wider than its rows only the first `width` columns are read and written, and the others
-are zero. Where a function chooses layouts, programs have four warps, or WARPS.
+Only for bfloat16 and rows of a multiple of 16 numbers, which are whole vectors of the copies. Sizes of tiles are powers
+of two. Where rows are narrower, only their `width` columns are read and written, and the others are zero. Where a
+function chooses layouts, programs have four warps, or WARPS.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 __all__ = [
-    "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "narrower", "numbers",
-    "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "store", "store_state", "store_tokens",
-    "store_turned_tokens", "tiles", "visible",
+    "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "narrower",
+    "numbers", "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "store", "store_state",
+    "store_tokens", "store_turned_tokens", "tiles", "visible",
 ]  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _offsets(R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr):
 
 @gluon.jit
 def _inside(here, N: gl.constexpr, width, LAYOUT: gl.constexpr):
-    """Which numbers of a tile with N columns there are: those of rows that are `here`, of `width` columns if not None."""
+    """Which numbers of a tile [.., N] there are: of rows that are `here`, the first `width` if not None."""
     found = here[:, None]
     if width is not None:
         found = found & (gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) < width)[None, :]

@@ -1,5 +1,5 @@
-"""`grads` of the delta engine on Hopper GPUs: all that a chunk reads is copied to shared memory at once; of more than 128
-values a panel of 64 is, while the one before is worked on."""
+"""`grads` of the delta engine on Hopper GPUs: all that a chunk reads is copied to shared memory at once. Of more than
+128 values a panel of 64 is, while the one before is worked on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from flexsp.kernels.gluon import (
     chunk_at,
     copy,
     copy_tokens,
-    narrower,
     of_outputs,
     shared,
     store,
@@ -111,7 +110,8 @@ def _room(C: gl.constexpr, PANEL: gl.constexpr, BK: gl.constexpr):
 @gluon.jit
 def _fetch(
     to, n: gl.constexpr, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, place, k0,
-    width, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, PANEL: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr,
+    width, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, PANEL: gl.constexpr, C: gl.constexpr,
+    STEPS: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy panel n, and queries and keys with the first one, in two groups."""
     of_o, of_y, N, S, dS = to
@@ -162,9 +162,11 @@ def _of_chunk(
     width = None if K == TILES * BK else K - k0
     at, place = row * n_chunks + c, row * held + c - before
     all_chunks = gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
-    rooms = (_room(C, PANEL, BK),)
+    room = _room(C, PANEL, BK)
+    other = room
     if PANELS > 1:
-        rooms = rooms + (_room(C, PANEL, BK),)
+        other = _room(C, PANEL, BK)
+    rooms = room, other
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
     for n in gl.static_range(2 if PANELS > 1 else 1):
         _fetch(

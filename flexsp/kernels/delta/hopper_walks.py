@@ -91,8 +91,8 @@ def _fetch_sums(to, at, n_chunks, decays, C: gl.constexpr, GATED: gl.constexpr, 
 @gluon.jit
 def _fetch_later(
     c, to, row, scores, pairs, q, qs, keys, ws, decays, sums, asks, table, q_st, T, n_chunks, K: gl.constexpr,
-    BK: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr,
-    PACKED: gl.constexpr, STEPS: gl.constexpr, FORWARD: gl.constexpr,
+    BK: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr,
+    NORM: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy what chunk c needs when its first product is done."""
     at = row * n_chunks + c
@@ -151,10 +151,10 @@ def _reached(chunks_within_horizon, row, seg, n_seg, K: gl.constexpr):
 def forward(
     q, k, written, v, decays, inverse, scores, o, v_new, entering, states, A, transition_nonzero, chunks_within_horizon,
     initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, before,
-    held, scale, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr,
-    SUMS: gl.constexpr, NONZERO: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr,
-    GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
-    STEPS: gl.constexpr, PDL: gl.constexpr,
+    held, scale, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr,
+    KEEPS: gl.constexpr, SUMS: gl.constexpr, NONZERO: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr,
+    LEAVES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 

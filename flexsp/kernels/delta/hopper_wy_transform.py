@@ -346,8 +346,8 @@ def _scored(x, factors, norms, totals, scale, tile, GATED: gl.constexpr, NORM: g
 def wy_inverse(
     q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, norms, scores, table, q_sb, q_st, q_sh, k_sb, k_st,
     k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, BK: gl.constexpr,
-    C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
-    STEPS: gl.constexpr, PDL: gl.constexpr,
+    C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 to 128 channels and chunks of 64
     tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.

@@ -165,6 +165,21 @@ def _parts(gates: int, steps: int) -> int:
     return steps if gates == 1 else 1
 
 
+def _least_walking(wanted: int, most: int, programs: int, parts: int, room: int) -> int:
+    """About `wanted` segments, `most` at most: the number with which a pass through `parts` parts takes least time.
+
+    A segment has `programs` programs, of which `room` run at once; others wait until all of these have ended. A segment
+    takes as long as it has chunks. On an H200 a call whose 90 programs a segment ran in two turns took 1.05 / 4.25 ms
+    forward / both with 3 segments, and 0.85 / 3.57 with 5.
+    """
+
+    def time(n: int) -> float:
+        turns = -(-(-(-n // parts) * programs) // room)
+        return turns * parts / n
+
+    return min(range(1, min(2 * wanted, most) + 1), key=time)
+
+
 @functools.lru_cache(maxsize=4096)
 def tiling_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, gates: int, ranks: bool, device: Device,
@@ -188,6 +203,8 @@ def tiling_of(
     cols, room = (64, 2 * device.programs * parts) if tiles.copies else (tiles.output.cols, device.programs)
     programs = max(1, B * H * -(-V // cols))
     wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
+    if tiles.copies and wanted > 1:
+        wanted = _least_walking(wanted, n_chunks // _LEAST, programs, parts, room // parts)
     per_seg = max(1, -(-n_chunks // wanted))
     n_seg = max(1, -(-n_chunks // per_seg))
     per_part = -(-n_seg // parts)

@@ -151,8 +151,6 @@ KERNELS = [
          "tests/test_plans_cover.py::test_the_delta_engine"),
         ("return min(self.per_part * self.per_seg, self.n_chunks)", "return self.per_seg", "a part has no room for its chunks",
          "tests/test_plans_cover.py::test_the_delta_engine"),
-        ("return turns * parts / n", "return turns * parts", "a segment takes as long however many there are",
-         "tests/test_plans_cover.py::test_segments_of_the_delta_engine_run_in_few_turns[32-128-4]"),
         ("return max(64, 1 << (self.K - 1).bit_length())", "return 64 if self.K <= 64 else 128", "states have 128 rows at most",
          _DELTA_LARGE + "[gated_deltanet]"),
     ),

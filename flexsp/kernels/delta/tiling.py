@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexsp.devices import Device, check_heads, of_device
+from flexsp.devices import Device, check_heads, filled, of_device
 from flexsp.kernels.launch_spec import Launch
 
 __all__ = ["LONG", "MOST", "Part", "Tiling", "Tiles", "engine_runs", "tiling_of"]
@@ -18,6 +18,8 @@ MOST = 256
 LONG = 256
 """Chunks from which on heads are cut."""
 _LEAST = 4  # chunks of a segment
+_MOST_PARTS = 16
+_LONG_SEGMENT = 128  # chunks, beside which what a segment more takes is little
 
 
 @dataclass(frozen=True)
@@ -159,25 +161,26 @@ def _cut(gates: int, ranks: bool, copies: bool) -> bool:
     return ranks if gates == 0 else gates == 1 or copies
 
 
-def _parts(gates: int, steps: int) -> int:
-    """Parts in which a backward pass goes through heads that are cut: as many as a token has keys, so that it keeps no
-    more states of chunks at once than with one key a token."""
-    return steps if gates == 1 else 1
+def _segments(n_chunks: int, programs: int, at_once: int) -> int:
+    """Segments of `programs` programs each, on a GPU that runs so many at once: the fewest that keep it busy.
 
-
-def _least_walking(wanted: int, most: int, programs: int, parts: int, room: int) -> int:
-    """About `wanted` segments, `most` at most: the number with which a pass through `parts` parts takes least time.
-
-    A segment has `programs` programs, of which `room` run at once; others wait until all of these have ended. A segment
-    takes as long as it has chunks. On an H200 a call whose 90 programs a segment ran in two turns took 1.05 / 4.25 ms
-    forward / both with 3 segments, and 0.85 / 3.57 with 5.
+    Programs that find no place run when all others have ended, and take as long. On an H200 a call whose 90 programs a
+    segment ran in two turns took 1.05 / 4.25 ms forward / both with 3 segments, and 0.85 / 3.57 with 5.
     """
+    most = max(1, min(n_chunks // _LEAST, -(-4 * at_once // programs)))
+    return max(range(1, most + 1), key=lambda n: filled(n * programs, at_once))
 
-    def time(n: int) -> float:
-        turns = -(-(-(-n // parts) * programs) // room)
-        return turns * parts / n
 
-    return min(range(1, min(2 * wanted, most) + 1), key=time)
+def _parts(gates: int, steps: int, n_chunks: int, segments: int) -> int:
+    """Parts in which a backward pass goes through heads that are cut, keeping states of chunks of one part at once.
+
+    As many as a token has keys, so that these are no more than with one key a token. And where a part needs several
+    segments anyway, as many as leave long segments if every part has so many, up to `_MOST_PARTS`: they cost no time.
+    """
+    if gates != 1:
+        return 1
+    long = n_chunks // (segments * _LONG_SEGMENT) if segments > 1 else 1
+    return max(steps, min(_MOST_PARTS, long))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,13 +202,10 @@ def tiling_of(
     copies = _copies(dtype, K, V, gates, gluon)
     cut = n_chunks >= LONG and _cut(gates, ranks, copies)
     tiles = _choose(dtype, K, V, n_docs > 0, few=not cut and device.programs >= 2 * B * H, copies=copies)
-    parts = _parts(gates, steps) if cut and tiles.copies else 1
-    cols, room = (64, 2 * device.programs * parts) if tiles.copies else (tiles.output.cols, device.programs)
-    programs = max(1, B * H * -(-V // cols))
-    wanted = max(1, min(n_chunks // _LEAST, -(-room // programs))) if cut else 1
-    if tiles.copies and wanted > 1:
-        wanted = _least_walking(wanted, n_chunks // _LEAST, programs, parts, room // parts)
-    per_seg = max(1, -(-n_chunks // wanted))
+    cols, at_once = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
+    wanted = _segments(n_chunks, max(1, B * H * -(-V // cols)), at_once) if cut else 1
+    parts = _parts(gates, steps, n_chunks, wanted) if cut and tiles.copies else 1
+    per_seg = max(1, -(-n_chunks // max(1, min(n_chunks // _LEAST, wanted * parts))))
     n_seg = max(1, -(-n_chunks // per_seg))
     per_part = -(-n_seg // parts)
     return Tiling(

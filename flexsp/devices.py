@@ -19,7 +19,7 @@ import torch
 
 __all__ = [
     "A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "MOST_HEADS", "REGISTERS", "Device", "check_heads",
-    "check_shared", "of_arch", "of_device", "of_properties", "planned_for", "shared_of_arch",
+    "check_shared", "filled", "of_arch", "of_device", "of_properties", "planned_for", "shared_of_arch",
 ]  # fmt: skip
 
 MOST_HEADS = 65535
@@ -91,6 +91,11 @@ def _filling(multiprocessors: int) -> int:
     """The number of programs that fills the multiprocessors: a multiple of 16 or 32, because B * H usually is one."""
     step = 32 if multiprocessors >= 64 else 16
     return max(step, multiprocessors // step * step)
+
+
+def filled(n: int, at_once: int) -> float:
+    """The share of time that n programs keep all busy, if so many run at once; nine tenths are enough."""
+    return min(0.9, n / (-(-n // at_once) * at_once)) if n else 0.9
 
 
 def _known(name: str, arch: int, multiprocessors: int, bandwidth: float, half: float) -> Device:

@@ -1,4 +1,4 @@
-"""The changes of tests/mutate.py to mLSTM and to the selective scan."""
+"""The changes of tests/mutate.py to mLSTM, to the selective scan, and to how much of a long sequence is kept."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ _ONE_CHANNEL = "tests/test_ssd.py::test_few_channels[one channel]"
 _DENOMINATORS = "tests/test_mlstm_kernels.py::test_denominators_are_exact[False]"
 
 MEMORY = [
+    *_in(
+        "flexsp/kernels/delta/hopper_plan.py",
+        ('counts={"before": part.chunks_before}, BK', 'counts={"before": 0}, BK',
+         "gradients of all parts of a backward pass are of the first one's chunks",
+         "tests/test_hopper_delta.py::test_against_the_token_loop[parts, packed]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/tiling.py",
+        ("-(-V // cols)), at_once) if cut", "-(-V // cols)), 1) if cut", "few segments fill no GPU",
+         "tests/test_plans_cover.py::test_segments_of_the_delta_engine_run_in_few_turns"),
+    ),
     *_in(
         "flexsp/ops/mlstm.py",
         ("i=gates.log_weight, scale", "scale", "the numerator has no write gates", _OPS),

@@ -34,7 +34,7 @@ RULES = {
 class Call:
     """Of H value heads, `group` of which share a key head, and T tokens, in about so many `segments`. norm: keys have
     any length, and the kernels divide by it. alike: half of the keys are one, and beta is near 2, so that segments are
-    done token by token."""
+    done token by token. parts: a backward pass has several, and segments are short."""
 
     rule: str = "gated"
     T: int = 150
@@ -47,6 +47,7 @@ class Call:
     packed: bool = False
     segments: int = 2
     alike: bool = False
+    parts: bool = False
 
     @property
     def steps(self) -> int:
@@ -119,17 +120,22 @@ def solved(call: Any, x: Tensors) -> Tensors:
 def errors(sp: Any, seed: int, call: Call) -> dict[str, float]:
     import triton.language as tl
 
-    from flexsp.kernels.delta import exact
+    from flexsp.kernels.delta import exact, tiling
     from tests.harness.gluon_in_torch import install_delta, launched
 
     install_delta()
     if not call.alike:  # what is wrong in chunks may look alike, and token by token it would be right
         exact.LIMIT = tl.constexpr(1e30)
+    made, of_call = [], tiling._parts
+    tiling._parts = lambda *args: made.append(of_call(*args)) or made[-1]
+    if call.parts:
+        tiling._LONG_SEGMENT = tiling._LEAST = 1
     torch.manual_seed(seed)
     x = call.inputs()
     with poisoned(call.segments, call.B * call.H):
         got = solved(call.run, x)
     assert launched >= {"forward", "backward", "channel_grads" if "channels" in call.rule else "grads"}, launched
+    assert call.parts == (max(made, default=1) > 1) or call.steps > 1, made
     right = solved(call.oracle, x)
     assert "g" not in x or not got["dg"][x["g"] <= LEAST].any()
     return {name: float(relative_error(got[name].double(), right[name])) for name in right}
@@ -140,6 +146,7 @@ CALLS = {
     "gated, 128": Call(T=100, K=128, V=128), "unit keys": Call(norm=False), "no gate": Call("no gate", T=130, group=1),
     "product": Call("product", T=80), "two sequences": Call(T=70, B=2, H=4),
     "one token": Call(T=1, segments=1), "no gate, unit keys": Call("no gate", T=130, norm=False),
+    "parts": Call(T=300, segments=1, parts=True), "parts, packed": Call(segments=1, parts=True, packed=True),
     "product, packed": Call("product", packed=True, K=128), "alike": Call(alike=True),
     "channels": Call("channels"), "channels, alike": Call("channels", T=100, alike=True),
     "channels, packed": Call("channels", packed=True, K=128), "channels, unit keys": Call("channels", T=70, norm=False),
@@ -150,8 +157,12 @@ CALLS = {
     "strengths, packed": Call("channels, strengths", packed=True, K=128),
     "strengths, unit keys": Call("channels, strengths", T=70, K=128, V=128, norm=False, group=1),
     "strengths, two sequences": Call("channels, strengths", T=70, B=2, H=4),
+    "96, 192": Call(T=70, H=1, group=1, K=96, V=192), "96, 192, packed": Call(H=4, K=96, V=192, packed=True),
+    "96, alike": Call(K=96, alike=True), "256 values": Call("no gate", T=130, group=1, K=128, V=256),
+    "80, product, packed": Call("product", K=80, V=192, packed=True),
+    "values in two blocks": Call(T=70, H=1, group=1, K=80, V=384), "112": Call(T=70, B=2, H=4, K=112, norm=False),
 }  # fmt: skip
-QUICK = "gated", "product", "alike", "unit keys", "channels, alike", "strengths, alike"
+QUICK = "gated", "parts, packed", "product", "alike", "unit keys", "channels, alike", "strengths, alike", "96, 192"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])
@@ -177,7 +188,7 @@ def of_chunks(q: torch.Tensor, k: torch.Tensor, beta: torch.Tensor, g: torch.Ten
     found = {x: torch.full(n, torch.nan, dtype=torch.bfloat16 if x in half else None) for x, n in shapes.items()}
     strides = [n for x in (q, k, beta, g) for n in (0, x.stride(0), 0)]
     Kernel("delta/hopper_wy_transform.py", "wy_inverse")[chunks, 1](
-        q, k, beta, g, *found.values(), q, *strides, T, 1, 0.7, K=K, C=64, GATED=1, BOUNDS=True, NORM=norm,
+        q, k, beta, g, *found.values(), q, *strides, T, 1, 0.7, K=K, BK=K, C=64, GATED=1, BOUNDS=True, NORM=norm,
         PACKED=False, GROUP=1, STEPS=1, PDL=False,
     )  # fmt: skip
     return found

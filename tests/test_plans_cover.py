@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from flexsp.compiler.backend.generated_kernels import CHUNKS
@@ -61,9 +62,23 @@ def test_the_delta_engine() -> None:
         assert segments == list(range(plan.n_seg)) and chunks == list(range(plan.n_chunks)), plan
         assert all(part.chunks_before == part.before * plan.per_seg for part in plan.parts), plan
         assert max(part.chunks for part in plan.parts) == plan.held, plan
-        assert len(plan.parts) == 1 or (plan.tiles.copies and steps > 1 and gates == 1)
+        assert len(plan.parts) == 1 or (plan.tiles.copies and gates == 1 and (steps > 1 or plan.per_seg > 64)), plan
         several += len(plan.parts) > 1
     assert several
+
+
+@pytest.mark.parametrize(("H", "V", "n_seg"), [(30, 192, 8), (32, 128, 4), (48, 128, 5), (16, 128, 8), (128, 128, 1)])
+def test_segments_of_the_delta_engine_run_in_few_turns(H: int, V: int, n_seg: int) -> None:
+    """256 programs run at once, each of 64 columns: 30 heads of 192 take 2 turns for 3 segments, 3 for 8."""
+    plan = delta.tiling_of(torch.bfloat16, 1, 32768, H, 128, V, 0, 1, False, H200, True)
+    assert plan.n_seg == n_seg and len(plan.parts) == 1
+
+
+@pytest.mark.parametrize(("T", "parts"), [(32768, 1), (65536, 2), (131072, 4), (1 << 20, 16), (1 << 22, 16)])
+def test_long_sequences_keep_states_of_a_part_of_their_chunks(T: int, parts: int) -> None:
+    plan = delta.tiling_of(torch.bfloat16, 1, T, 32, 128, 128, 0, 1, False, H200, True)
+    assert len(plan.parts) == parts and plan.held * parts == plan.n_chunks
+    assert all(part.segments == 4 for part in plan.parts), "programs of a part fill the GPU"
 
 
 def test_generated_kernels() -> None:

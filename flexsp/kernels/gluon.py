@@ -3,8 +3,9 @@
 What a chunk reads is copied to shared memory while the chunk before is worked on, and products that do not wait for
 each other run side by side. Triton has such copies only in pipelines of its own, which choose what waits for what.
 
-Only for bfloat16 and rows of a multiple of 64 numbers, which are whole vectors of the copies. Where a function chooses
-layouts, programs have four warps, or WARPS.
+Only for bfloat16 and rows of a multiple of 16 numbers, which are whole vectors of the copies. Sizes of tiles are powers
+of two. Where rows are narrower, only their `width` columns are read and written, and the others are zero. Where a
+function chooses layouts, programs have four warps, or WARPS.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 __all__ = [
-    "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "numbers",
-    "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "store", "store_state", "store_tokens",
-    "store_turned_tokens", "tiles", "visible",
+    "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "narrower",
+    "numbers", "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "store", "store_state",
+    "store_tokens", "store_turned_tokens", "tiles", "visible",
 ]  # fmt: skip
 
 
@@ -39,6 +40,12 @@ def by_column(rows):
 def by_sum(columns):
     """Layout of products [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def narrower(width, columns):
+    """The width of rows that tiles with so many columns hold, None if they fill them."""
+    return None if width == columns else width
 
 
 _WIDE_COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1]))
@@ -101,10 +108,20 @@ def _offsets(R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4):
+def _inside(here, N: gl.constexpr, width, LAYOUT: gl.constexpr):
+    """Which numbers of a tile [.., N] there are: of rows that are `here`, the first `width` if not None."""
+    found = here[:, None]
+    if width is not None:
+        found = found & (gl.arange(0, N, gl.SliceLayout(0, LAYOUT)) < width)[None, :]
+    return found
+
+
+@gluon.jit
+def copy(to, base, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4, width=None):
     """Rows 0..length-1 of a tile [R, N] of bfloat16 on their way to shared memory, zero below."""
     rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
-    async_copy.async_copy_global_to_shared(to, base + _offsets(R, N, stride, WARPS), (rows < length)[:, None])
+    at = base + _offsets(R, N, stride, WARPS)
+    async_copy.async_copy_global_to_shared(to, at, _inside(rows < length, N, width, by_row(N, WARPS)))
 
 
 @gluon.jit
@@ -128,14 +145,15 @@ def of_outputs(start, length, C: gl.constexpr, STEPS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def copy_tokens(to, base, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
+def copy_tokens(to, base, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr, width=None):
     """A tile [R, N] of tokens' rows on its way to shared memory, zero at other keys than the last of a token."""
     if STEPS == 1:
-        copy(to, base + start * stride, length, R, N, stride)
+        copy(to, base + start * stride, length, R, N, stride, width=width)
     else:
         token, there = of_outputs(start, length, R, STEPS, gl.SliceLayout(1, by_row(N)))
         at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
-        async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, there[:, None])
+        at = base + start // STEPS * stride + at
+        async_copy.async_copy_global_to_shared(to, at, _inside(there, N, width, by_row(N)))
 
 
 @gluon.jit
@@ -185,19 +203,21 @@ def operand(x, N: gl.constexpr):
 
 
 @gluon.jit
-def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4):
+def store(base, x, length, R: gl.constexpr, N: gl.constexpr, stride, WARPS: gl.constexpr = 4, width=None):
     """Rows 0..length-1 of x [R, N] as bfloat16."""
     rows = gl.arange(0, R, gl.SliceLayout(1, by_row(N, WARPS)))
     x = gl.convert_layout(x.to(gl.bfloat16), by_row(N, WARPS))
-    gl.store(base + _offsets(R, N, stride, WARPS), x, mask=(rows < length)[:, None])
+    at = base + _offsets(R, N, stride, WARPS)
+    gl.store(at, x, mask=_inside(rows < length, N, width, by_row(N, WARPS)))
 
 
 @gluon.jit
-def store_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr):
+def store_tokens(base, x, start, length, R: gl.constexpr, N: gl.constexpr, stride, STEPS: gl.constexpr, width=None):
     """Stores as bfloat16 the rows that `copy_tokens` would read."""
     token, there = of_outputs(start, length, R, STEPS, gl.SliceLayout(1, by_row(N)))
     at = token[:, None] * stride + gl.arange(0, N, gl.SliceLayout(0, by_row(N)))[None, :]
-    gl.store(base + start // STEPS * stride + at, gl.convert_layout(x.to(gl.bfloat16), by_row(N)), mask=there[:, None])
+    at = base + start // STEPS * stride + at
+    gl.store(at, gl.convert_layout(x.to(gl.bfloat16), by_row(N)), mask=_inside(there, N, width, by_row(N)))
 
 
 @gluon.jit
@@ -217,12 +237,24 @@ def _turned(R: gl.constexpr, N: gl.constexpr, stride):
 
 
 @gluon.jit
-def load_state(base, R: gl.constexpr, N: gl.constexpr, stride):
+def load_state(base, R: gl.constexpr, N: gl.constexpr, stride, width=None):
     """S^T [R, N] of a state [N, R] in float32 whose rows are `stride` apart."""
-    return gl.convert_layout(gl.load(base + _turned(R, N, stride)), by_sum(N))
+    if width is None:
+        found = gl.load(base + _turned(R, N, stride))
+    else:
+        rows = gl.arange(0, R, gl.SliceLayout(1, _WIDE_COLUMNS))
+        inside = _inside(rows < R, N, width, _WIDE_COLUMNS)
+        found = gl.load(base + _turned(R, N, stride), mask=inside, other=0.0)
+    return gl.convert_layout(found, by_sum(N))
 
 
 @gluon.jit
-def store_state(base, x, R: gl.constexpr, N: gl.constexpr, stride):
-    """Stores what `load_state` would read."""
-    gl.store(base + _turned(R, N, stride), gl.convert_layout(x, _WIDE_COLUMNS))
+def store_state(base, x, R: gl.constexpr, N: gl.constexpr, stride, width=None, length=None):
+    """Stores what `load_state` would read, of the first `length` rows of x if not None."""
+    at = base + _turned(R, N, stride)
+    x = gl.convert_layout(x, _WIDE_COLUMNS)
+    if width is None:
+        gl.store(at, x)
+    else:
+        rows = gl.arange(0, R, gl.SliceLayout(1, _WIDE_COLUMNS))
+        gl.store(at, x, mask=_inside(rows < (R if length is None else length), N, width, _WIDE_COLUMNS))

@@ -32,7 +32,7 @@ def test_against_the_token_loop(name: str, dtype: torch.dtype, packed: bool, see
     against_the_token_loop(name, dtype, packed, 64, 48, seed)
 
 
-@pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256), (96, 192)], ids=str)
 @pytest.mark.parametrize("name", PROGRAM_CASES)
 @pytest.mark.usefixtures("poisoned")
 def test_large_heads(name: str, size: tuple[int, int], seed: int) -> None:
@@ -132,7 +132,7 @@ def test_heads_that_the_engine_does_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert relative_error(chunk_gated_delta_rule(q, k, v, g, beta)[0], want) < 1e-4
 
 
-@pytest.mark.parametrize("size", [(64, 64), (128, 128), (96, 200)], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (128, 128), (96, 200), (96, 192)], ids=str)
 @pytest.mark.parametrize("beta", [1.5, 1.9, 2.0])
 @pytest.mark.parametrize("name", [*RULES, "gdn2"])
 @pytest.mark.usefixtures("poisoned")

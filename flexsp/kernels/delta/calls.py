@@ -48,7 +48,7 @@ def launch_plan_of(
 
 def runs_strengths(dtype: torch.dtype, K: int, V: int, device: torch.device | None) -> bool:
     """Whether the engine runs calls with strengths of erasing and of writing by channel: in Gluon alone."""
-    return runs_gluon() and engine_runs(K, V, device) and in_gluon(dtype, K, V)
+    return runs_gluon() and engine_runs(K, V, device) and in_gluon(dtype, K, V, K)
 
 
 def _in_gluon(by_channel: bool) -> type[DeltaPlan]:

@@ -1,4 +1,5 @@
-"""`grads` of the delta engine on Hopper GPUs: all that a chunk reads is copied to shared memory at once."""
+"""`grads` of the delta engine on Hopper GPUs: all that a chunk reads is copied to shared memory at once. Of more than
+128 values a panel of 64 is, while the one before is worked on."""
 
 from __future__ import annotations
 
@@ -30,16 +31,18 @@ __all__ = ["grads"]
 
 @gluon.jit
 def _joined(
-    x, x_st, norms, parts, to, start, length, stride, C: gl.constexpr, K: gl.constexpr, NORM: gl.constexpr,
-    GROUP: gl.constexpr, STEPS: gl.constexpr,
+    x, x_st, norms, parts, to, start, length, stride, C: gl.constexpr, K: gl.constexpr, WHOLE: gl.constexpr,
+    NORM: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Sums over GROUP heads of the gradients g that programs left in `parts`. If NORM these are of unit rows u, divided
-    by the norms of the rows x, and are taken through the norms: g - u <u, g>."""
-    rows: gl.constexpr = gl.SliceLayout(1, by_row(K))
+    by the norms of the rows x, and are taken through the norms: g - u <u, g>. Tiles have WHOLE columns."""
+    rows: gl.constexpr = gl.SliceLayout(1, by_row(WHOLE))
     token, there = of_outputs(start, length, C, STEPS, rows)
     token, there = (start // STEPS + token)[:, None], there[:, None]
-    columns = gl.arange(0, K, gl.SliceLayout(0, by_row(K)))[None, :]
-    found = gl.zeros([C, K], gl.float32, by_row(K))
+    columns = gl.arange(0, WHOLE, gl.SliceLayout(0, by_row(WHOLE)))[None, :]
+    if K != WHOLE:
+        there = there & (columns < K)
+    found = gl.zeros([C, WHOLE], gl.float32, by_row(WHOLE))
     for n in range(GROUP):
         at = parts + token * (stride * GROUP) + n * K + columns
         found += gl.load(at, mask=there, other=0.0, cache_modifier=".cg").to(gl.float32)
@@ -65,7 +68,7 @@ def grads(
     and joined_k. `done` [B H / GROUP, chunks] counts programs, from 0 on.
     """
     begin(PDL)
-    TILES: gl.constexpr = K // BK
+    TILES: gl.constexpr = (K + BK - 1) // BK
     tile = gl.program_id(0) % TILES
     row = gl.program_id(1).to(gl.int64) * GROUP + gl.program_id(0) // TILES % GROUP
     c = before + gl.program_id(0) // (TILES * GROUP)
@@ -88,13 +91,59 @@ def grads(
             norms += (of_all * n_chunks + c) * C
             _joined(
                 q, q_st, norms, dq + (b * (T // STEPS) * H + h) * K, joined_q + (b * (T // STEPS) * H + h) // GROUP * K,
-                start, length, heads * K, C, K, NORM, GROUP, STEPS,
+                start, length, heads * K, C, K, TILES * BK, NORM, GROUP, STEPS,
             )  # fmt: skip
             norms += gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
             _joined(
                 k, k_st, norms, dk + (b * T * H + h) * K, joined_k + (b * T * H + h) // GROUP * K, start, length,
-                heads * K, C, K, NORM, GROUP, 1,
+                heads * K, C, K, TILES * BK, NORM, GROUP, 1,
             )  # fmt: skip
+
+
+@gluon.jit
+def _room(C: gl.constexpr, PANEL: gl.constexpr, BK: gl.constexpr):
+    """For gradients of outputs and of values, N^T, S^T and dS^T of a panel of values."""
+    of_o, of_y, N = tiles(1, C, PANEL).index(0), tiles(1, C, PANEL).index(0), tiles(1, PANEL, C).index(0)
+    return of_o, of_y, N, tiles(1, PANEL, BK).index(0), tiles(1, PANEL, BK).index(0)
+
+
+@gluon.jit
+def _fetch(
+    to, n: gl.constexpr, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, place, k0,
+    width, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, PANEL: gl.constexpr, C: gl.constexpr,
+    STEPS: gl.constexpr,
+):  # fmt: skip
+    """Begins to copy panel n, and queries and keys with the first one, in two groups."""
+    of_o, of_y, N, S, dS = to
+    v0: gl.constexpr = n * PANEL
+    copy_tokens(of_o, do + v0, start, length, C, PANEL, do_st, STEPS)
+    copy(of_y, dv + start * H * V + v0, length, C, PANEL, H * V)
+    copy(N, v_new + place * V * C + v0 * C, PANEL, PANEL, C, C)
+    async_copy.commit_group()
+    copy(S, entering + place * V * K + v0 * K + k0, PANEL, PANEL, BK, K, width=width)
+    copy(dS, leaving + place * V * K + v0 * K + k0, PANEL, PANEL, BK, K, width=width)
+    if n == 0:
+        copy_tokens(qs, q + k0, start, length, C, BK, q_st, STEPS, width)
+        copy(ks, k + start * k_st + k0, length, C, BK, k_st, width=width)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _keep_alive(room):
+    of_o, of_y, N, S, dS = room
+    of_o._keep_alive()
+    of_y._keep_alive()
+    N._keep_alive()
+    S._keep_alive()
+    dS._keep_alive()
+
+
+@gluon.jit
+def _passed(S, dS, BK: gl.constexpr):
+    """The sum of products of what S^T and dS^T have."""
+    whole: gl.constexpr = by_row(BK)
+    both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
+    return gl.sum(gl.sum(both, axis=1), axis=0)
 
 
 @gluon.jit
@@ -104,24 +153,50 @@ def _of_chunk(
     C: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Of one head's tile of BK columns."""
-    TILES: gl.constexpr = K // BK
+    TILES: gl.constexpr = (K + BK - 1) // BK
+    PANEL: gl.constexpr = V if V <= 128 else 64
+    PANELS: gl.constexpr = V // PANEL
     CK: gl.constexpr = by_sum(BK)
     CC: gl.constexpr = by_sum(C)
     k0 = tile * BK
+    width = None if K == TILES * BK else K - k0
     at, place = row * n_chunks + c, row * held + c - before
     all_chunks = gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
-    of_o, of_y, N = tiles(1, C, V).index(0), tiles(1, C, V).index(0), tiles(1, V, C).index(0)
-    S, dS = tiles(1, V, BK).index(0), tiles(1, V, BK).index(0)
+    room = _room(C, PANEL, BK)
+    other = room
+    if PANELS > 1:
+        other = _room(C, PANEL, BK)
+    rooms = room, other
     qs, ks = tiles(1, C, BK).index(0), tiles(1, C, BK).index(0)
-    copy_tokens(of_o, do, start, length, C, V, do_st, STEPS)
-    copy(of_y, dv + start * H * V, length, C, V, H * V)
-    copy(N, v_new + place * V * C, V, V, C, C)
-    async_copy.commit_group()
-    copy(S, entering + place * V * K + k0, V, V, BK, K)
-    copy(dS, leaving + place * V * K + k0, V, V, BK, K)
-    copy_tokens(qs, q + k0, start, length, C, BK, q_st, STEPS)
-    copy(ks, k + start * k_st + k0, length, C, BK, k_st)
-    async_copy.commit_group()
+    for n in gl.static_range(2 if PANELS > 1 else 1):
+        _fetch(
+            rooms[n], n, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start, length, H, place, k0,
+            width, K, BK, V, PANEL, C, STEPS,
+        )  # fmt: skip
+    if PANELS > 1:  # sums of products take the registers of what is loaded below
+        reads, pairs = gl.zeros([C, C], gl.float32, CC), gl.zeros([C, C], gl.float32, CC)
+        to_p = gl.zeros([C, BK], gl.float32, CK)
+        to_k, to_q = to_p, to_p
+        passed = 0.0
+        for n in gl.static_range(PANELS - 1):
+            of_o, of_y, N, S, dS = rooms[n % 2]
+            arrived(3)
+            reads = warpgroup_mma(of_o, N, reads, is_async=True)
+            pairs = warpgroup_mma(of_y, N, pairs, is_async=True)
+            arrived(2)
+            to_p = warpgroup_mma(N.permute((1, 0)), dS, to_p, is_async=True)
+            to_k = warpgroup_mma(of_y, S, to_k, is_async=True)
+            to_q = warpgroup_mma(of_o, S, to_q, is_async=True)
+            if GATED:
+                passed += _passed(S, dS, BK)
+            reads, pairs, to_p, to_k, to_q = warpgroup_mma_wait(0, [reads, pairs, to_p, to_k, to_q])
+            gl.thread_barrier()
+            _keep_alive(rooms[n % 2])
+            if n + 2 < PANELS:
+                _fetch(
+                    rooms[n % 2], n + 2, do, dv, v_new, entering, leaving, q, k, qs, ks, do_st, q_st, k_st, start,
+                    length, H, place, k0, width, K, BK, V, PANEL, C, STEPS,
+                )  # fmt: skip
     i = gl.arange(0, C, gl.SliceLayout(1, CC))
     j = gl.arange(0, C, gl.SliceLayout(0, CC))
     r = gl.arange(0, C, gl.SliceLayout(1, CK))
@@ -146,9 +221,19 @@ def _of_chunk(
         kept = gl.exp2(end)
 
     arrived(1)
-    reads, pairs = begun(of_o, N, C), begun(of_y, N, C)
+    of_o, of_y, N, S, dS = rooms[(PANELS - 1) % 2]
+    if PANELS > 1:
+        reads = warpgroup_mma(of_o, N, reads, is_async=True)
+        pairs = warpgroup_mma(of_y, N, pairs, is_async=True)
+    else:
+        reads, pairs = begun(of_o, N, C), begun(of_y, N, C)
     arrived(0)
-    to_p, to_k, to_q = begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)
+    if PANELS > 1:
+        to_p = warpgroup_mma(N.permute((1, 0)), dS, to_p, is_async=True)
+        to_k = warpgroup_mma(of_y, S, to_k, is_async=True)
+        to_q = warpgroup_mma(of_o, S, to_q, is_async=True)
+    else:
+        to_p, to_k, to_q = begun(N.permute((1, 0)), dS, BK), begun(of_y, S, BK), begun(of_o, S, BK)
     reads, pairs = warpgroup_mma_wait(3, [reads, pairs])
     own = gl.sum(gl.where(i[:, None] == j[None, :], reads, 0.0), axis=1) * scale  # of no gate: a token and itself
     own = gl.convert_layout(own, gl.SliceLayout(1, CK)) * of_query
@@ -160,16 +245,13 @@ def _of_chunk(
     reads_s = shared(reads * decay * gl.convert_layout(of_query * scale, gl.SliceLayout(1, CC))[:, None])
     pairs_s = shared(pairs * decay * gl.convert_layout(-of_key, gl.SliceLayout(1, CC))[:, None])
     if GATED:
-        whole: gl.constexpr = by_row(BK)
-        both = S.load(whole).to(gl.float32) * dS.load(whole).to(gl.float32)
-        kept = gl.sum(gl.sum(both, axis=1), axis=0) * kept
+        passes = _passed(S, dS, BK)
+        if PANELS > 1:
+            passes += passed
+        kept = passes * kept
     to_p, to_k, to_q = warpgroup_mma_wait(0, [to_p, to_k, to_q])
     gl.thread_barrier()  # all warps have waited for products that read what is written over below
-    of_o._keep_alive()
-    of_y._keep_alive()
-    N._keep_alive()
-    S._keep_alive()
-    dS._keep_alive()
+    _keep_alive(rooms[(PANELS - 1) % 2])
     kc = ks.load(CK).to(gl.float32)
     written = w * of_key
     # Rounded once: what pairs of tokens add to dg cancels in the sums below.
@@ -189,7 +271,7 @@ def _of_chunk(
     qc = qs.load(CK).to(gl.float32)
     sums = gl.sum(to_q * qc + to_k * kc - by_pairs * pc, axis=1)
     to_q += own[:, None] * pc
-    store_tokens(dq + k0, to_q, start, length, C, BK, H * K, STEPS)
+    store_tokens(dq + k0, to_q, start, length, C, BK, H * K, STEPS, width)
     to_p += by_pairs + own[:, None] * qc
     by_errors = (gl.load(gain + at) > ALIKE * length) & (gl.abs(w) > LEAST_BETA)
     of_beta = gl.sum(to_p * kc, axis=1)
@@ -197,7 +279,7 @@ def _of_chunk(
         of_beta *= gl.load(norms + all_chunks + at * C + r)
     gl.store(part + r, of_beta, mask=~by_errors)
     to_k += to_p * written[:, None]
-    store(dk + start * H * K + k0, to_k, length, C, BK, H * K)
+    store(dk + start * H * K + k0, to_k, length, C, BK, H * K, width=width)
     if GATED:
         gl.store(part + TILES * all_chunks + r, sums + gl.where(r == length - 1, kept, 0.0))
         gl.store(part + 2 * TILES * all_chunks + r, left)

@@ -93,7 +93,7 @@ class HopperPlan(DeltaPlan):
         pointers += ["@scores" if reads else None, *of("o", "@v_new", "@entering"), states, *of("@A")]
         pointers += [*([self.transition_nonzero, within] if sums else [None, None]), given, final]
         return self._walk(
-            kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (p.K // 64 if sums else 0), part, READS=reads,
+            kind, pointers, writes, ["q", "k", "v"], p.V // 64 + (-(-p.K // 64) if sums else 0), part, READS=reads,
             KEEPS=kind == "chunk_states", SUMS=sums, NONZERO=sums and self.transition_nonzero is not None,
             ENTERS=p.scanned and not sums, BOUNDARY=given is not None, LEAVES=final is not None,
         )  # fmt: skip

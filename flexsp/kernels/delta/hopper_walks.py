@@ -1,6 +1,7 @@
 """Walks of the delta engine on Hopper GPUs, over the chunks of a segment, with 64 columns of the state a program.
 
-The state is S^T [64, K] in the registers of four warps, as a left operand of products. A chunk leaves
+The state is S^T [64, K] in the registers of four warps, as a left operand of products; BK columns, of which those
+behind K are zero. A chunk leaves
 
     N^T = (V^T - e^b S^T K^T) M^-T,   S'^T = e^{b_C} S^T + (beta e^{b_C - b} N^T) K,
 
@@ -30,6 +31,7 @@ from flexsp.kernels.gluon import (
     copy_numbers,
     copy_tokens,
     load_state,
+    narrower,
     numbers,
     operand,
     store,
@@ -48,7 +50,7 @@ CHANNEL = gl.constexpr(2)
 @gluon.jit
 def _fetch(
     c, to, row, q, k, values, given, inverse, decays, qs, ks, rows, inverses, betas, sums, table, q_st, k_st,
-    stride, T, n_chunks, K: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
+    stride, T, n_chunks, K: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, GATED: gl.constexpr,
     NORM: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr, EVERY: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy chunk c to the places `to`; `rows` get 64 columns of `values`, or zeros where none are given.
@@ -64,12 +66,12 @@ def _fetch(
         copy(ks.index(to), k + at * C * K, C, C, K, K + zero)
         copy_numbers(sums.index(to), decays + at * K, K)
     else:
-        copy(ks.index(to), k + start * k_st, length, C, K, k_st + zero)
+        copy(ks.index(to), k + start * k_st, length, C, BK, k_st + zero, width=narrower(K, BK))
         copy_numbers(betas.index(to), _factors(decays, 1, at, n_chunks, C, GATED, NORM), C)
         if FORWARD:
             _fetch_sums(sums.index(to), at, n_chunks, decays, C, GATED, NORM)
         if READS:
-            copy_tokens(qs.index(to), q, start, length, C, K, q_st + zero, STEPS)
+            copy_tokens(qs.index(to), q, start, length, C, BK, q_st + zero, STEPS, narrower(K, BK))
 
 
 @gluon.jit
@@ -89,8 +91,8 @@ def _fetch_sums(to, at, n_chunks, decays, C: gl.constexpr, GATED: gl.constexpr, 
 @gluon.jit
 def _fetch_later(
     c, to, row, scores, pairs, q, qs, keys, ws, decays, sums, asks, table, q_st, T, n_chunks, K: gl.constexpr,
-    C: gl.constexpr, READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr,
-    PACKED: gl.constexpr, STEPS: gl.constexpr, FORWARD: gl.constexpr,
+    BK: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, QUERIES: gl.constexpr, GATED: gl.constexpr,
+    NORM: gl.constexpr, PACKED: gl.constexpr, STEPS: gl.constexpr, FORWARD: gl.constexpr,
 ):  # fmt: skip
     """Begins to copy what chunk c needs when its first product is done."""
     at = row * n_chunks + c
@@ -107,7 +109,7 @@ def _fetch_later(
         copy(qs.index(to), q + at * C * K, C, C, K, K + zero)
     elif QUERIES:
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        copy_tokens(qs.index(to), q, start, length, C, K, q_st + zero, STEPS)
+        copy_tokens(qs.index(to), q, start, length, C, BK, q_st + zero, STEPS, narrower(K, BK))
 
 
 @gluon.jit
@@ -149,10 +151,10 @@ def _reached(chunks_within_horizon, row, seg, n_seg, K: gl.constexpr):
 def forward(
     q, k, written, v, decays, inverse, scores, o, v_new, entering, states, A, transition_nonzero, chunks_within_horizon,
     initial, final, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, T, H, n_seg, n_chunks, per_seg, before,
-    held, scale, K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr, KEEPS: gl.constexpr,
-    SUMS: gl.constexpr, NONZERO: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr, LEAVES: gl.constexpr,
-    GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
-    STEPS: gl.constexpr, PDL: gl.constexpr,
+    held, scale, K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, READS: gl.constexpr,
+    KEEPS: gl.constexpr, SUMS: gl.constexpr, NONZERO: gl.constexpr, ENTERS: gl.constexpr, BOUNDARY: gl.constexpr,
+    LEAVES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A walk from the first chunk to the last.
 
@@ -182,15 +184,16 @@ def forward(
         q += b * q_sb + h // GROUP * q_sh
         k += b * k_sb + h // GROUP * k_sh
     v += b * v_sb + h * v_sh + v0
-    SK: gl.constexpr = by_sum(K)
+    SK: gl.constexpr = by_sum(BK)
+    WIDTH: gl.constexpr = narrower(K, BK)
     c0 = seg * per_seg
     c1 = gl.minimum(c0 + per_seg, n_chunks)
     slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    S = gl.zeros([64, K], gl.float32, SK)
+    S = gl.zeros([64, BK], gl.float32, SK)
     if ENTERS:
-        S = load_state(slot + v0, 64, K, V)
+        S = load_state(slot + v0, 64, BK, V, WIDTH)
     elif BOUNDARY and not PACKED and not SUMS:
-        S = load_state(initial + row * K * V + v0, 64, K, V)
+        S = load_state(initial + row * K * V + v0, 64, BK, V, WIDTH)
     if SUMS:
         lives = True
         if NONZERO and GATED != CHANNEL:
@@ -204,28 +207,28 @@ def forward(
                 gl.store(transition_nonzero + (b * n_seg + seg) * H + h, lives.to(gl.int32))
             c0 = gl.maximum(c0, c1 - near) if of_state else (c0 if lives else c1)
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
-        unit = rows[:, None] == gl.arange(0, K, gl.SliceLayout(0, SK))[None, :]
+        unit = rows[:, None] == gl.arange(0, BK, gl.SliceLayout(0, SK))[None, :]
         S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
     FIRST: gl.constexpr = 3 if DEEP else 2  # chunks there is room for of what is read first
     THEN: gl.constexpr = 2 if DEEP else 1  # and of the rest
     LATER: gl.constexpr = DEEP or READS or GATED == CHANNEL
     QUERIES: gl.constexpr = READS and (DEEP or GATED == CHANNEL)  # are of the rest
-    ks, vs, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
+    ks, vs, inverses = tiles(FIRST, C, BK), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     betas, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
-    qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, K), tiles(THEN, C, C)
+    qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, BK), tiles(THEN, C, C)
     asks = numbers(THEN, C) if NORM and READS else betas
-    ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
+    ws = tiles(THEN, C, BK) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
             c0, 0, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, betas, sums, table,
-            q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, NORM, PACKED, STEPS, 1, True,
+            q_st, k_st, v_st, T, n_chunks, K, BK, C, READS and not QUERIES, GATED, NORM, PACKED, STEPS, 1, True,
         )  # fmt: skip
     async_copy.commit_group()
     if LATER:
         if c0 < c1:
             _fetch_later(
-                c0, 0, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C,
+                c0, 0, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T, n_chunks, K, BK, C,
                 READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
             )  # fmt: skip
         async_copy.commit_group()
@@ -233,7 +236,7 @@ def forward(
         if c0 + 1 < c1:
             _fetch(
                 c0 + 1, 1, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses, betas, sums, table,
-                q_st, k_st, v_st, T, n_chunks, K, C, False, GATED, NORM, PACKED, STEPS, 1, True,
+                q_st, k_st, v_st, T, n_chunks, K, BK, C, False, GATED, NORM, PACKED, STEPS, 1, True,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
@@ -246,7 +249,7 @@ def forward(
             S = gl.where(first, 0.0, S)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if first & of_state:
-                    S = load_state(initial + (doc * H + h) * K * V + v0, 64, K, V)
+                    S = load_state(initial + (doc * H + h) * K * V + v0, 64, BK, V, WIDTH)
         kc, turned = ks.index(s), inverses.index(s).permute((1, 0))
         state = operand(S, C)
         X = begun(state, kc.permute((1, 0)), C)
@@ -255,18 +258,18 @@ def forward(
             if c + 1 < c1:
                 _fetch_later(
                     c + 1, 1 - then, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T,
-                    n_chunks, K, C, READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
+                    n_chunks, K, BK, C, READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
                 )  # fmt: skip
             async_copy.commit_group()
         if c + FIRST - 1 < c1:
             _fetch(
                 c + FIRST - 1, (n + FIRST - 1) % FIRST, row, q, k, v, of_state, inverse, decays, qs, ks, vs, inverses,
-                betas, sums, table, q_st, k_st, v_st, T, n_chunks, K, C, READS and not QUERIES, GATED, NORM,
+                betas, sums, table, q_st, k_st, v_st, T, n_chunks, K, BK, C, READS and not QUERIES, GATED, NORM,
                 PACKED, STEPS, 1, True,
             )  # fmt: skip
         async_copy.commit_group()
         if KEEPS:
-            store(entering + place * V * K + v0 * K, S, 64, 64, K, K)
+            store(entering + place * V * K + v0 * K, S, 64, 64, BK, K, width=WIDTH)
         from_start = _of_sums(sums.index(s), C, GATED, NORM)
         to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
         X = warpgroup_mma_wait(1, [X])
@@ -277,7 +280,7 @@ def forward(
             out = begun(state, qs.index(then if QUERIES else s).permute((1, 0)), C)
         N = warpgroup_mma_wait(1 if READS else 0, [N])
         kc = ws.index(then if GATED == CHANNEL else s)
-        S = warpgroup_mma(operand(N * to_end[None, :], K), kc, S * decay, is_async=True)
+        S = warpgroup_mma(operand(N * to_end[None, :], BK), kc, S * decay, is_async=True)
         if READS:
             if not QUERIES:
                 arrived(1)
@@ -297,7 +300,7 @@ def forward(
             if c + 1 < c1:
                 _fetch_later(
                     c + 1, 0, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T, n_chunks,
-                    K, C, READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
+                    K, BK, C, READS, QUERIES, GATED, NORM, PACKED, STEPS, True,
                 )  # fmt: skip
             async_copy.commit_group()
         if READS:
@@ -305,28 +308,28 @@ def forward(
             store_turned_tokens(to_o, out, start, length, 64, C, H * V, STEPS)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
-                store_state(final + (doc * H + h) * K * V + v0, S, 64, K, V)
+                store_state(final + (doc * H + h) * K * V + v0, S, 64, BK, V, WIDTH)
     arrived(0)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == n_seg - 1:
-            store_state(final + row * K * V + v0, S, 64, K, V)
+            store_state(final + row * K * V + v0, S, 64, BK, V, WIDTH)
     if SUMS:
         if of_state:
-            store_state(slot + H * K * V + v0, S, 64, K, V)
+            store_state(slot + H * K * V + v0, S, 64, BK, V, WIDTH)
             if seg == 0:
-                edge = gl.zeros([64, K], gl.float32, SK)
+                edge = gl.zeros([64, BK], gl.float32, SK)
                 if BOUNDARY and not PACKED:
-                    edge = load_state(initial + row * K * V + v0, 64, K, V)
-                store_state(slot + v0, edge, 64, K, V)
+                    edge = load_state(initial + row * K * V + v0, 64, BK, V, WIDTH)
+                store_state(slot + v0, edge, 64, BK, V, WIDTH)
         else:
-            store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, 64, K, K)
+            store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, 64, BK, K, WIDTH, K - v0)
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
 def backward(
     q, k, written, do, decays, inverse, scores, dv, leaving, dstates, chunks_within_horizon, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, do_sb, do_st, do_sh, T, H, n_seg, n_chunks, per_seg, before, held, scale,
-    K: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
+    K: gl.constexpr, BK: gl.constexpr, V: gl.constexpr, C: gl.constexpr, SUMS: gl.constexpr, ENTERS: gl.constexpr,
     BOUNDARY: gl.constexpr, LEAVES: gl.constexpr, GATED: gl.constexpr, NORM: gl.constexpr, DEEP: gl.constexpr,
     PACKED: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -344,15 +347,16 @@ def backward(
         q += b * q_sb + h // GROUP * q_sh
         k += b * k_sb + h // GROUP * k_sh
     do += b * do_sb + h * do_sh + v0
-    SK: gl.constexpr = by_sum(K)
+    SK: gl.constexpr = by_sum(BK)
+    WIDTH: gl.constexpr = narrower(K, BK)
     c0 = seg * per_seg
     c1 = gl.minimum(c0 + per_seg, n_chunks)
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    dS = gl.zeros([64, K], gl.float32, SK)
+    dS = gl.zeros([64, BK], gl.float32, SK)
     if ENTERS:
-        dS = load_state(slot + H * K * V + v0, 64, K, V)
+        dS = load_state(slot + H * K * V + v0, 64, BK, V, WIDTH)
     elif BOUNDARY and not PACKED and not SUMS:
-        dS = load_state(dfinal + row * K * V + v0, 64, K, V)
+        dS = load_state(dfinal + row * K * V + v0, 64, BK, V, WIDTH)
     if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(chunks_within_horizon + (gl.num_programs(1) + row) * n_seg + seg)
     elif SUMS and GATED == CHANNEL:
@@ -361,22 +365,22 @@ def backward(
     FIRST: gl.constexpr = 3 if DEEP else 2
     THEN: gl.constexpr = 2 if DEEP else 1
     QUERIES: gl.constexpr = DEEP or GATED == CHANNEL
-    ks, os, inverses = tiles(FIRST, C, K), tiles(FIRST, C, 64), tiles(FIRST, C, C)
+    ks, os, inverses = tiles(FIRST, C, BK), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     betas = numbers(FIRST, C)
     sums = numbers(FIRST, K) if GATED == CHANNEL else numbers(THEN, C)
     asks = numbers(THEN, C) if NORM else betas
-    qs, pairs = tiles(THEN if QUERIES else FIRST, C, K), tiles(THEN, C, C)
-    ws = tiles(THEN, C, K) if GATED == CHANNEL else ks
+    qs, pairs = tiles(THEN if QUERIES else FIRST, C, BK), tiles(THEN, C, C)
+    ws = tiles(THEN, C, BK) if GATED == CHANNEL else ks
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
             c1 - 1, 0, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, betas, sums, table,
-            q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, NORM, PACKED, STEPS, STEPS, False,
+            q_st, k_st, do_st, T, n_chunks, K, BK, C, not QUERIES, GATED, NORM, PACKED, STEPS, STEPS, False,
         )  # fmt: skip
     async_copy.commit_group()
     if c0 < c1:
         _fetch_later(
-            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C, True,
+            c1 - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, BK, C, True,
             QUERIES, GATED, NORM, PACKED, STEPS, False,
         )  # fmt: skip
     async_copy.commit_group()
@@ -384,7 +388,7 @@ def backward(
         if c0 + 1 < c1:
             _fetch(
                 c1 - 2, 1, row, q, first_keys, do, True, inverse, decays, qs, ks, os, inverses, betas, sums, table,
-                q_st, k_st, do_st, T, n_chunks, K, C, False, GATED, NORM, PACKED, STEPS, STEPS, False,
+                q_st, k_st, do_st, T, n_chunks, K, BK, C, False, GATED, NORM, PACKED, STEPS, STEPS, False,
             )  # fmt: skip
         async_copy.commit_group()
     for n in range(0, c1 - c0):
@@ -397,7 +401,7 @@ def backward(
             dS = gl.where(last, 0.0, dS)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
                 if last:
-                    dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, K, V)
+                    dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, BK, V, WIDTH)
         given = os.index(s).permute((1, 0))
         qc, kc = qs.index(then if QUERIES else s), ws.index(then if GATED == CHANNEL else s)
         X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
@@ -405,18 +409,18 @@ def backward(
             if c > c0:
                 _fetch_later(
                     c - 1, 1 - then, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks,
-                    K, C, True, QUERIES, GATED, NORM, PACKED, STEPS, False,
+                    K, BK, C, True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
         if c - FIRST + 1 >= c0:
             _fetch(
                 c - FIRST + 1, (n + FIRST - 1) % FIRST, row, q, first_keys, do, True, inverse, decays, qs, ks, os,
-                inverses, betas, sums, table, q_st, k_st, do_st, T, n_chunks, K, C, not QUERIES, GATED, NORM,
+                inverses, betas, sums, table, q_st, k_st, do_st, T, n_chunks, K, BK, C, not QUERIES, GATED, NORM,
                 PACKED, STEPS, STEPS, False,
             )  # fmt: skip
         async_copy.commit_group()
         if not SUMS:
-            store(leaving + place * V * K + v0 * K, dS, 64, 64, K, K)
+            store(leaving + place * V * K + v0 * K, dS, 64, 64, BK, K, width=WIDTH)
         late = s if GATED == CHANNEL else then
         to_end, decay = _of_gates(sums.index(late), betas.index(s), decays, at, K, C, GATED)
         arrived(3 if DEEP else 1)
@@ -437,11 +441,11 @@ def backward(
             gl.thread_barrier()
             if c > c0:
                 _fetch_later(
-                    c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C,
+                    c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, BK, C,
                     True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
-        dS = warpgroup_mma(operand(y * -from_start[None, :], K), kc, dS, is_async=True)
+        dS = warpgroup_mma(operand(y * -from_start[None, :], BK), kc, dS, is_async=True)
         if not SUMS:
             store_turned_tokens(dv + (b * T * H + h) * V + v0, y, start, length, 64, C, H * V, 1)
         dS = warpgroup_mma_wait(0, [dS])
@@ -449,23 +453,23 @@ def backward(
             gl.thread_barrier()
             if c > c0:
                 _fetch_later(
-                    c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, C,
+                    c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, BK, C,
                     True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
         if PACKED:
             if LEAVES:  # noqa: SIM102 (a constexpr, then a value)
                 if first:
-                    store_state(dinitial + (doc * H + h) * K * V + v0, dS, 64, K, V)
+                    store_state(dinitial + (doc * H + h) * K * V + v0, dS, 64, BK, V, WIDTH)
             dS = gl.where(first, 0.0, dS)
     arrived(0)
     if SUMS:
-        store_state(slot + v0, dS, 64, K, V)
+        store_state(slot + v0, dS, 64, BK, V, WIDTH)
         if seg == n_seg - 1:
-            edge = gl.zeros([64, K], gl.float32, SK)
+            edge = gl.zeros([64, BK], gl.float32, SK)
             if BOUNDARY and not PACKED:
-                edge = load_state(dfinal + row * K * V + v0, 64, K, V)
-            store_state(slot + H * K * V + v0, edge, 64, K, V)
+                edge = load_state(dfinal + row * K * V + v0, 64, BK, V, WIDTH)
+            store_state(slot + H * K * V + v0, edge, 64, BK, V, WIDTH)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == 0:
-            store_state(dinitial + row * K * V + v0, dS, 64, K, V)
+            store_state(dinitial + row * K * V + v0, dS, 64, BK, V, WIDTH)

@@ -257,11 +257,17 @@ def _put_diagonal(to, x, n: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(to, base, stride, start, length, K: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr):
+def _copy_rows(
+    to, base, stride, start, length, K: gl.constexpr, BK: gl.constexpr, C: gl.constexpr, STEPS: gl.constexpr
+):  # fmt: skip
     """Begins to copy a chunk's rows of tokens of STEPS keys, zero at other keys than the last of a token."""
     row, there = of_outputs(start, length, C, STEPS, gl.SliceLayout(1, _MATRIX))
-    at = row[:, None] * stride + gl.arange(0, K, gl.SliceLayout(0, _MATRIX))[None, :]
-    async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, there[:, None])
+    columns = gl.arange(0, BK, gl.SliceLayout(0, _MATRIX))[None, :]
+    at = row[:, None] * stride + columns
+    inside = there[:, None]
+    if K != BK:
+        inside = inside & (columns < K)
+    async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, inside)
 
 
 @gluon.jit
@@ -339,11 +345,11 @@ def _scored(x, factors, norms, totals, scale, tile, GATED: gl.constexpr, NORM: g
 @gluon.jit(do_not_specialize=["T", "H"])
 def wy_inverse(
     q, k, beta, g, inverse, chunk_beta, gates, bounds, gain, decays, norms, scores, table, q_sb, q_st, q_sh, k_sb, k_st,
-    k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, C: gl.constexpr,
-    GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr,
-    STEPS: gl.constexpr, PDL: gl.constexpr,
+    k_sh, beta_sb, beta_st, beta_sh, g_sb, g_st, g_sh, T, H, scale, K: gl.constexpr, BK: gl.constexpr,
+    C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 or 128 channels and chunks of 64
+    """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 to 128 channels and chunks of 64
     tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].
@@ -358,10 +364,10 @@ def wy_inverse(
     chunks = gl.num_programs(0)
     start, length, doc, first, last = chunk_at(table, gl.program_id(0), T, C, PACKED)
     at = row * chunks + gl.program_id(0)
-    qs = gl.allocate_shared_memory(gl.bfloat16, [C, K], _TILE)
-    ks = gl.allocate_shared_memory(gl.bfloat16, [C, K], _TILE)
-    _copy_rows(qs, q + b * q_sb + h // GROUP * q_sh, q_st, start, length, K, C, STEPS)
-    _copy_rows(ks, k + b * k_sb + h // GROUP * k_sh, k_st, start, length, K, C, 1)
+    qs = gl.allocate_shared_memory(gl.bfloat16, [C, BK], _TILE)
+    ks = gl.allocate_shared_memory(gl.bfloat16, [C, BK], _TILE)
+    _copy_rows(qs, q + b * q_sb + h // GROUP * q_sh, q_st, start, length, K, BK, C, STEPS)
+    _copy_rows(ks, k + b * k_sb + h // GROUP * k_sh, k_st, start, length, K, BK, C, 1)
     async_copy.commit_group()
     i = gl.arange(0, C, _TOKENS)
     given = gl.load(beta + b * beta_sb + h * beta_sh + (start + i) * beta_st, mask=i < length, other=0.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexsp.devices import H200, Device
+from flexsp.devices import H200, Device, filled
 
 __all__ = ["MOST_CHUNKS", "SharedTiles", "Tile", "Tiles", "all_configs", "choose", "segment_length"]
 
@@ -186,14 +186,9 @@ def segment_length(n_chunks: int, heads: int, programs: int, pieces: int = 1) ->
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
     """
     least, most = max(1, programs // max(heads, 1)), 4 * -(-programs // max(heads, 1))
-    filling = pieces * max(range(least, most + 1), key=lambda n: _filled(n * heads, programs))
+    filling = pieces * max(range(least, most + 1), key=lambda n: filled(n * heads, programs))
     segments = max(1, min(n_chunks, max(filling, -(-n_chunks // MOST_CHUNKS))))
     return max(1, -(-n_chunks // segments))
-
-
-def _filled(n: int, programs: int) -> float:
-    """The share of time that n programs keep all busy, if so many run at once; nine tenths are enough."""
-    return min(0.9, n / (-(-n // programs) * programs)) if n else 0.9
 
 
 def pieces(tiles: Tiles, n_chunks: int, heads: int, K: int, V: int) -> int:

@@ -447,11 +447,6 @@ KERNELS = [
         ("2 if NORM else 0", "0", "keys that read are not divided by norms", _ANY_KEYS + "[gated]"),
     ),
     *_in(
-        "flexsp/kernels/gluon.py",
-        ("found = found & (gl.arange", "found = found | (gl.arange", "tiles have what lies beyond their rows",
-         _ANY_KEYS + "[96, 192]"),
-    ),
-    *_in(
         "flexsp/kernels/delta/hopper_wy_transform.py",
         ("        given *= reads\n", "", "scores are of keys of any length", _ANY_KEYS + "[gated]"),
         ("squared = given * reads", "squared = given", "states grow by keys of any length", _ANY_CHUNKS),
@@ -467,10 +462,6 @@ KERNELS = [
         ("        of_beta *= gl.load(", "        gl.load(", "gradients of beta are of keys of any length", _ANY_KEYS + "[gated]"),
         ("SliceLayout(1, CK)) * of_query", "SliceLayout(1, CK))", "what a token reads of itself is of any length",
          _ANY_KEYS + "[gated]"),
-        ("passes += passed", "passes += 0.0", "of a chunk's decay only the last values have a gradient",
-         _ANY_KEYS + "[96, 192]"),
-        ("there = there & (columns < K)", "there = there & True", "gradients of a row are written beyond it",
-         _ANY_KEYS + "[96, 192]"),
         ("gl.thread_barrier()  # all warps", "pass  # all warps", "what products read is written over", _IN_GLUON),
         ("    S._keep_alive()\n    dS._keep_alive()\n", "", "states that products read are written over", _IN_GLUON),
     ),

@@ -1,4 +1,5 @@
-"""The changes of tests/mutate.py to states whose numbers have a factor each, and to states that are maxima."""
+"""The changes of tests/mutate.py to states whose numbers have a factor each, to states that are maxima, and to
+states of delta rules whose sizes are not those of tiles."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from tests.mutate import in_file as _in
 __all__ = ["STATES"]
 
 _PROGRAMS = "tests/test_generated_programs.py::"
+_DELTA = "tests/test_hopper_delta.py::test_against_the_token_loop[96, 192]"
 
 STATES = [
     *_in(
@@ -68,5 +70,14 @@ STATES = [
             "gradients of maxima are maxima",
             _PROGRAMS + "test_maxima[a matrix]",
         ),
+    ),
+    *_in(
+        "flexsp/kernels/gluon.py",
+        ("found = found & (gl.arange", "found = found | (gl.arange", "tiles have what lies beyond their rows", _DELTA),
+    ),
+    *_in(
+        "flexsp/kernels/delta/hopper_grads.py",
+        ("passes += passed", "passes += 0.0", "of a chunk's decay only the last values have a gradient", _DELTA),
+        ("there = there & (columns < K)", "there = there & True", "gradients of a row are written beyond it", _DELTA),
     ),
 ]

@@ -108,6 +108,11 @@ DIAGONAL = [
         ("tl.trans(ds), qc", "ds, qc", "dk takes what queries read as what keys do", _OF_SHARED),
     ),
     *_in(
+        "flexsp/kernels/diagonal/tiles.py",
+        ("key=lambda n: filled(n * heads, programs)", "key=lambda n: -n",
+         "segments leave multiprocessors idle", "tests/test_devices.py::test_segments_of_an_h200_stay"),
+    ),
+    *_in(
         "flexsp/kernels/diagonal/shared_plan.py",
         ("range(0, self.plan.n_seg, self._segments)", "range(0, 1, self._segments)", "one piece of the tokens only",
          _OF_BLOCKS),

@@ -40,7 +40,8 @@ def test_the_engine() -> None:
         T, programs = random.choice([0, 1, random.randrange(300), random.randrange(70000)]), random.choice([1, 3, 128])
         plan = engine.tiling_of(dtype, B, T, H, K, V, n_docs, replace(H200, programs=programs), random.random() < 0.5)
         assert_covers(plan, T, n_docs, plan.tiles.chunk)
-        most = max(4 * -(-programs // (B * H)) * plan.pieces, -(-plan.n_chunks // tiles.MOST_CHUNKS), 1)
+        least = -(-plan.n_chunks // (tiles.MOST_CHUNKS * plan.pieces))
+        most = plan.pieces * max(4 * -(-programs // (B * H)), 2 * least, 1)
         assert plan.n_seg <= most, f"{plan.n_seg} segments of {B * H} sequences are more than {programs} programs need"
         assert plan.tiles.output.bk >= K and plan.tiles.dq.bv >= V
         assert plan.tiles.dk.bv >= V and (plan.tiles.dv is None or plan.tiles.dv.bk >= K)

@@ -181,13 +181,15 @@ def segment_length(n_chunks: int, heads: int, programs: int, pieces: int = 1) ->
     """Chunks a segment, at most `MOST_CHUNKS`.
 
     Heads (B * H) times segments of a piece are about a multiple of `programs`, which run at once: the smallest that
-    keeps them busy.
+    keeps them busy. Of long texts, too, where segments are as many as `MOST_CHUNKS` asks for, or a few more: 4 of each
+    of 80 heads take as long as 6, since 320 programs of 132 at a time leave most of the last ones' time unused.
 
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
     """
     least, most = max(1, programs // max(heads, 1)), 4 * -(-programs // max(heads, 1))
-    filling = pieces * max(range(least, most + 1), key=lambda n: filled(n * heads, programs))
-    segments = max(1, min(n_chunks, max(filling, -(-n_chunks // MOST_CHUNKS))))
+    least = max(least, -(-n_chunks // (MOST_CHUNKS * pieces)))
+    filling = pieces * max(range(least, max(most, 2 * least) + 1), key=lambda n: filled(n * heads, programs))
+    segments = max(1, min(n_chunks, filling))
     return max(1, -(-n_chunks // segments))
 
 

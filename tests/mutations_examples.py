@@ -66,10 +66,5 @@ EXAMPLES = [
         ('key=lambda result: str(result["environment"]["date"])', "key=lambda result: 0", "an earlier step is shown",
          _DOCUMENTS + "test_of_the_same_training_step_the_newest_is_shown"),
     ),
-    *_in(
-        "flexsp/bench/document.py",
-        ('in ("flashqla", "fla"))', 'in ("fla", "flashqla"))', "the README leaves out the quicker library",
-         _DOCUMENTS + "test_the_readmes_table_has_one_line_an_op_beside_another_library"),
-    ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -16,7 +16,7 @@ from tests.harness.ops import ALL
 
 Made = dict[str, Any]
 LENGTHS = 150, 70
-WITHOUT = {"normalized", "mamba2", "mamba3_mimo", "kda_product", "gdn2", "gdn2_in_kernel"}
+WITHOUT = {"normalized", "mamba2", "mamba3_mimo", "kda_product"}
 WITHOUT_PACKED = WITHOUT | {"delta_product", "gated_delta_product"}
 WITHOUT_STATES = {"mlstm"}
 """Cases whose calls have no recipes: they do more with tensors than steps do."""

@@ -181,8 +181,8 @@ def segment_length(n_chunks: int, heads: int, programs: int, pieces: int = 1) ->
     """Chunks a segment, at most `MOST_CHUNKS`.
 
     Heads (B * H) times segments of a piece are about a multiple of `programs`, which run at once: the smallest that
-    keeps them busy. Of long texts, too, where segments are as many as `MOST_CHUNKS` asks for, or a few more: 4 of each
-    of 80 heads take as long as 6, since 320 programs of 132 at a time leave most of the last ones' time unused.
+    keeps them busy. This holds for long texts, too, of which `MOST_CHUNKS` asks for more segments: 4 segments of 80
+    heads are 320 programs, of which the third round of 128 is half empty; 6 are shorter and nearly fill four rounds.
 
     Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
     """

@@ -262,11 +262,10 @@ def _copy_rows(
 ):  # fmt: skip
     """Begins to copy a chunk's rows of tokens of STEPS keys, zero at other keys than the last of a token."""
     row, there = of_outputs(start, length, C, STEPS, gl.SliceLayout(1, _MATRIX))
-    columns = gl.arange(0, BK, gl.SliceLayout(0, _MATRIX))[None, :]
-    at = row[:, None] * stride + columns
+    at = row[:, None] * stride + gl.arange(0, BK, gl.SliceLayout(0, _MATRIX))[None, :]
     inside = there[:, None]
     if K != BK:
-        inside = inside & (columns < K)
+        inside = inside & (gl.arange(0, BK, gl.SliceLayout(0, _MATRIX)) < K)[None, :]
     async_copy.async_copy_global_to_shared(to, base + start // STEPS * stride + at, inside)
 
 

@@ -16,6 +16,15 @@ _RELEASED = "tests/test_bench_released.py::"
 
 STARTING = [
     *_in(
+        "flexsp/comm/group.py",
+        ("if found is None and ambient.entered is None:", "if found is None:", "who says that no ranks take part is warned",
+         _GROUP + "test_a_call_that_forgets_the_group_warns_once[2]"),
+        ("    if world == 1:\n        return\n", "", "calls of one rank are warned of ranks that are not there",
+         _GROUP + "test_a_call_that_forgets_the_group_warns_once[1]"),
+        ("    if name not in _warned:\n", "    if True:\n", "every call warns",
+         _GROUP + "test_a_call_that_forgets_the_group_warns_once[2]"),
+    ),
+    *_in(
         "flexsp/comm/ranks.py",
         ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
          "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),

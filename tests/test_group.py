@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,50 @@ from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing import RankFailure, run_ranks
 
 LENGTHS = [[3, 0, 5, 1], [0, 0, 0, 2], [2, 2, 2, 2], [0, 0, 0, 0]]
+
+
+# Calls that forget the group ----------------------------------------------------------------------------------------
+
+
+def _warnings_of_calls(sp: SequenceParallel) -> dict[str, list[str]]:
+    from flexsp import nn
+    from flexsp.comm import group
+    from flexsp.variants import linear
+
+    q, layer = torch.randn(1, 4, 2, 8), nn.SimpleGLA(16, num_heads=2)
+    variant = linear.make(2, 8, 8)
+
+    def op(**given: Any) -> Any:
+        return ops.chunk_linear_attn(q, q, q, **given)
+
+    def said(call: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            call()
+        here = [x for x in found if "each of" in str(x.message)]
+        assert all(x.filename == __file__ for x in here), here[0].filename
+        return [str(x.message).partition(":")[0] for x in here]
+
+    def within(given: SequenceParallel | None) -> None:
+        with sequence_parallel(given):
+            op()
+
+    group._warned.clear()
+    silent = {
+        "sp": lambda: op(sp=sp), "sp=False": lambda: op(sp=False), "within": lambda: within(sp),
+        "within None": lambda: within(None),
+    }  # fmt: skip
+    found = {name: said(call) for name, call in silent.items()}
+    found |= {"op": said(op), "again": said(op), "layer": said(lambda: layer(torch.randn(1, 4, 16)))}
+    return found | {"variant": said(lambda: variant(q=q, k=q, v=q))}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_call_that_forgets_the_group_warns_once(ranks: int) -> None:
+    """Not where there is one rank, or where it is said which ranks take part. The line of the caller is named."""
+    named = {"op": ["chunk_linear_attn"], "layer": ["SimpleGLA"], "variant": ["LinearAttention"]}
+    for found in run_ranks(_warnings_of_calls, ranks, fresh_sp=True, own_processes=True):
+        assert {name: x for name, x in found.items() if x} == (named if ranks > 1 else {})
 
 
 # Cutting and joining -------------------------------------------------------------------------------------------------

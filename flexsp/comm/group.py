@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -233,11 +234,43 @@ def _refuse_lost_recompute() -> None:
         frame = frame.f_back
 
 
+_warned: set[str] = set()
+
+
+def _warn_of_open_group() -> None:
+    """Warns, once for each op or layer, that it runs on this rank alone while a group of several ranks is open."""
+    world = max((group.world_size for group in GROUPS.values()), default=1)
+    if world == 1:
+        return
+    name, frame, level = "an op", cast("FrameType | None", sys._getframe(2)), 3
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("flexsp.", "torch.")):
+        holder, module = frame.f_locals.get("self"), frame.f_globals["__name__"]
+        # Decorators of ops are in the others, and torch calls a layer's forward.
+        if "._" not in module and not module.startswith(("flexsp.comm.", "torch.")):
+            name = frame.f_code.co_name if holder is None else type(holder).__name__
+        frame, level = frame.f_back, level + 1
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name}: each of {world} ranks takes its tokens for a sequence of their own. If the ranks share one, pass "
+            "sp=, or call it in `with sequence_parallel(sp):` or in a SequenceParallelLA; sp=False, or `with "
+            "sequence_parallel(None):`, says that they do not",
+            stacklevel=level,
+        )
+
+
 def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
-    """What the ``sp`` argument of an op means: None the ambient group, False no group, else the group itself."""
+    """What the ``sp`` argument of an op means: None the ambient group, False no group, else the group itself.
+
+    None outside of `sequence_parallel` warns where a group of several ranks is open.
+    """
     if sp is None:
         found = current_sp()
-        if found is not None and found.world_size > 1 and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return found
+        if found is None and ambient.entered is None:
+            _warn_of_open_group()
+        if found is not None and found.world_size > 1:
             _refuse_lost_recompute()
         return found
     if sp is False:

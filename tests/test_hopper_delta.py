@@ -158,7 +158,8 @@ CALLS = {
     "strengths, unit keys": Call("channels, strengths", T=70, K=128, V=128, norm=False, group=1),
     "strengths, two sequences": Call("channels, strengths", T=70, B=2, H=4),
     "96, 192": Call(T=70, H=1, group=1, K=96, V=192), "96, 192, packed": Call(H=4, K=96, V=192, packed=True),
-    "96, alike": Call(K=96, alike=True), "256 values": Call("no gate", T=130, group=1, K=128, V=256),
+    "96, alike": Call(K=96, alike=True), "96, 192, alike": Call(T=70, H=1, group=1, K=96, V=192, alike=True),
+    "256 values": Call("no gate", T=130, group=1, K=128, V=256),
     "80, product, packed": Call("product", K=80, V=192, packed=True),
     "values in two blocks": Call(T=70, H=1, group=1, K=80, V=384), "112": Call(T=70, B=2, H=4, K=112, norm=False),
 }  # fmt: skip

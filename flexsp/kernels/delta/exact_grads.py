@@ -23,10 +23,13 @@ from flexsp.runtime.launch import begin
 
 
 @triton.jit
-def _add(base, i, x, N: tl.constexpr, index, more):
-    """Adds x to row i of rows of N numbers, which are set if not `more`."""
+def _add(base, i, x, N: tl.constexpr, index, more, PANELS: tl.constexpr):
+    """Adds x to row i of rows of N numbers, which are set if not `more`, of the first of several PANELS."""
     at = base + i * N + index
-    tl.store(at, x + tl.load(at, mask=(index < N) & more, other=0.0), mask=index < N)
+    if PANELS:
+        x += tl.load(at, mask=(index < N) & more, other=0.0)
+        tl.debug_barrier()  # all threads that hold a number have read it before one writes over it
+    tl.store(at, x, mask=index < N)
 
 
 @triton.jit
@@ -70,7 +73,7 @@ def _panel(
             of_beta += tl.where(index == i, sum_over(p * error, 0), 0.0)
         if GATED == SCALAR:
             of_gate -= tl.where(index == i, sum_over(_row(v, n, v_st, cols, V, True) * y, 0), 0.0)
-        _add(to_a, i, sum_over(dS * error[None, :], 1) * bn, K, rows, v0 > 0)
+        _add(to_a, i, sum_over(dS * error[None, :], 1) * bn, K, rows, v0 > 0, V > BV)
         tl.store(of_values + i * BV + panel, y)
         tl.store(dv + n * H * V + cols, y.to(dv.dtype.element_ty), mask=cols < V)
         read = _reading(kn, beta, n, beta_st, rows, True, K, ERASES)
@@ -82,11 +85,11 @@ def _panel(
         S = _decayed(S, _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
         kn = _key(k, n, k_st, rows, K, True, NORM)
         y = tl.load(of_values + i * BV + panel)
-        _add(to_b, i, sum_over(S * y[None, :], 1), K, rows, v0 > 0)
+        _add(to_b, i, sum_over(S * y[None, :], 1), K, rows, v0 > 0, V > BV)
         error = tl.load(errors + i * BV + panel)
         S += kn[:, None] * (error * _step(beta, n, beta_st, True, ERASES))[None, :]
         of_output = _row(do, n // STEPS, do_st, cols, V, n % STEPS == STEPS - 1) * scale
-        _add(to_q, i, sum_over(S * of_output[None, :], 1), K, rows, v0 > 0)
+        _add(to_q, i, sum_over(S * of_output[None, :], 1), K, rows, v0 > 0, V > BV)
     tl.debug_barrier()  # the next panel writes over errors and gradients of values
     return of_beta, of_gate, kept
 

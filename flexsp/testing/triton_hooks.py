@@ -113,4 +113,6 @@ def watching_interpreter(
 def _broadcast(mask: Any, shape: tuple[int, ...]) -> Any:
     import numpy as np
 
+    if mask.shape == shape and mask.dtype == bool:
+        return mask
     return np.broadcast_to(mask, shape).astype(bool)

@@ -100,6 +100,11 @@ ASSEMBLY = [
          "shapes of as many sizes are one", _ALIKE),
     ),
     *_in(
+        "flexsp/testing/triton_hooks.py",
+        ("n - 1 - i if last_first else i", "i", "programs run by their numbers", "tests/test_bounds.py"),
+        ("and not turned.get(running[0], False)", "", "programs run the other way round", "tests/test_bounds.py"),
+    ),
+    *_in(
         "flexsp/testing/quick_arithmetic.py",
         ("if of is to:", "if of in (to, tl.float64):", "wide numbers stay what they are", _ARITHMETIC),
         ("if x.shape is y.shape:", "if len(x.shape) == len(y.shape):", "unlike shapes pass", _ARITHMETIC),

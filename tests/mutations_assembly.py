@@ -1,4 +1,4 @@
-"""Mutations of what looks at the assembly and the machine code of kernels."""
+"""Mutations of what looks at the assembly and the machine code of kernels, and of their interpreter in tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ __all__ = ["ASSEMBLY"]
 
 _RACES = "tests/test_races.py"
 _CODE = "tests/test_machine_code.py"
+_ARITHMETIC = "tests/test_triton_private.py::test_quick_arithmetic_is_arithmetic"
+_REWRITTEN = "tests/test_triton_private.py::test_the_quick_interpreter_rewrites_kernels_as_the_plain_one"
+_ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
+_HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
 
 ASSEMBLY = [
     *_in(
@@ -80,6 +84,33 @@ ASSEMBLY = [
         "flexsp/compiler/planning/generated_plan.py",
         ("how = replace(how, stages=1)", "pass", "tiles are copied over while a product reads them",
          "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+    ),
+    *_in(
+        "flexsp/runtime/triton_private.py",
+        ("bits + 0x7FFF + ((bits >> 16) & 1)", "bits", "the interpreter rounds towards zero", _HALF),
+        ("(handle.data.astype(\"uint32\") << 16)", "handle.data.astype(\"uint32\")", "bits taken for numbers", _HALF),
+    ),
+    *_in(
+        "flexsp/testing/quick_interpreter.py",
+        ("key = (element_ty.name, ", "key = (", "types of one shape are one type", _ALIKE),
+        ("if data.itemsize > size:", "if False:", "numbers may be wider than their type", _ARITHMETIC),
+        ("lhs.dtype is rhs.dtype in _NUMBERS", "lhs.dtype in _NUMBERS", "int meets float as it is", _ALIKE),
+        ("self.ast_transformer.visit(ast.Module([found], []))", "ast.Module([found], [])", "numbers are no tensors", _REWRITTEN),
+        ("shapes.setdefault(tuple([n.value for n in self.shape])", "shapes.setdefault(len(self.shape)",
+         "shapes of as many sizes are one", _ALIKE),
+    ),
+    *_in(
+        "flexsp/testing/triton_hooks.py",
+        ("n - 1 - i if last_first else i", "i", "programs run by their numbers", "tests/test_bounds.py"),
+        ("and not turned.get(running[0], False)", "", "programs run the other way round", "tests/test_bounds.py"),
+    ),
+    *_in(
+        "flexsp/testing/quick_arithmetic.py",
+        ("if of is to:", "if of in (to, tl.float64):", "wide numbers stay what they are", _ARITHMETIC),
+        ("if x.shape is y.shape:", "if len(x.shape) == len(y.shape):", "unlike shapes pass", _ARITHMETIC),
+        ("n if m == 1 else m", "m if m == 1 else n", "tiles are not stretched", _ARITHMETIC),
+        ("of_blocks = _is_block(condition) or", "of_blocks =", "a choice of numbers is a number", _ARITHMETIC),
+        ("size * y % 2**64", "size * abs(y)", "no pointer goes back", _ARITHMETIC),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

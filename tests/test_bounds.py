@@ -84,3 +84,26 @@ def test_barriers_that_are_not_there_are_seen(what: str) -> None:
     (found,) = run_ranks(_turned, 1, what, False, env=INTERPRETED)
     first, _, second = what.partition(" behind ")
     assert (f"a {first} behind a {second} of the same memory" in found) if second else not found, found
+
+
+@triton.jit
+def last_of_all_kernel(x):
+    """A number that every program writes, of which there is the last one's alone; and of each its own."""
+    i = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+    tl.store(x, i)
+    tl.store(x + 1 + i, i)
+
+
+def _orders(sp: Any) -> list[list[float]]:
+    found = []
+    with within_tensors():
+        for _ in range(3):
+            last_of_all_kernel[(3, 2)](x := torch.zeros(7))
+            found.append(x.tolist())
+    return found
+
+
+def test_programs_run_in_either_order() -> None:
+    """A GPU promises none: a kernel whose programs overwrite each other's numbers is wrong in one of the two."""
+    (found,) = run_ranks(_orders, 1, env=INTERPRETED)
+    assert found == [[last, *range(6)] for last in (0, 5, 0)]

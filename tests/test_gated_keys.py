@@ -96,8 +96,8 @@ def test_ranks(folder: str) -> None:
 
 
 def edges(sp: Any, dtype: torch.dtype) -> list[str]:
-    """Gates of -inf, and NaN in two of three documents, the first of which has small gates elsewhere, through the
-    kernels of any gates, two chunks a program."""
+    """Gates of -inf and of -104, which are closed too, and NaN in two of three documents, the first of which has small
+    gates elsewhere, through the kernels of any gates, two chunks a program."""
     from flexsp.ops import chunk_gla
     from flexsp.variants import gated_keys
 
@@ -106,7 +106,7 @@ def edges(sp: Any, dtype: torch.dtype) -> list[str]:
     q, k, v, do = torch.randn(4, 1, T, 1, 16).to(dtype)
     g = -3 * torch.rand(1, T, 1, 16)
     g[:, :30] *= 0.01
-    g[:, 30::7] = -torch.inf
+    g[:, 30::14], g[:, 37::14] = -torch.inf, -104.0
     g[:, [20, 40], 0, 3] = torch.nan
     results = []
     for of in (dtype, torch.float64):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexsp import ops
 from flexsp.comm.group import SequenceParallel
+from flexsp.devices import H200, planned_for
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.ops import mlstm
 from flexsp.scan import maxima
@@ -199,9 +200,10 @@ def denominators(sp: SequenceParallel, seed: int, packed: bool) -> list[float]:
     for exact in (False, True):
         leaves = [x.detach().to(torch.float64 if exact else x.dtype).requires_grad_() for x in (q, k, w, f, state)]
         writes = {"i": i.to(leaves[3]).detach().requires_grad_()} if packed else {}
-        o, last = diagonal(
-            *leaves[:4], **writes, scale=0.3, initial_state=leaves[4], output_final_state=True, cu_seqlens=bounds
-        )  # fmt: skip
+        with planned_for(dataclasses.replace(H200, programs=4)):  # two segments, the first of several chunks
+            o, last = diagonal(
+                *leaves[:4], **writes, scale=0.3, initial_state=leaves[4], output_final_state=True, cu_seqlens=bounds
+            )  # fmt: skip
         assert exact or o.dtype == torch.float32
         leaves += writes.values()
         grads = torch.autograd.grad([o, last], leaves, [do.to(o), dlast.to(o)])

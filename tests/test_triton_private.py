@@ -405,6 +405,7 @@ r, meaning = np.random.default_rng(SEED), semantic.TritonSemantic(interpreter_bu
 KINDS = [(tl.int1, "bool"), (tl.int32, "i4"), (tl.int64, "i8"), (tl.uint32, "u4"), (tl.float16, "f2"),
          (tl.bfloat16, "u2"), (tl.float32, "f4"), (tl.float64, "f8"), (tl.pointer_type(tl.float32), "u8"),
          (tl.pointer_type(tl.int64), "u8")]
+OTHERS = "cast", "where", "broadcast_impl_value"
 SHAPES = [(), (1,), (4,), (8,), (2, 1), (4, 4)]
 NUMBERS = [0, 1, -3, 2**31 - 1, 2**31, -(2**31), 2**40, True, 0.0, -0.0, 0.3, -2.5, 1e300, float("inf"), float("nan")]
 
@@ -418,13 +419,17 @@ def outcome(call, *operands):
         x = call(meaning, *operands)
     except Exception as error:
         return type(error), str(error)
+    return sum([told(y) for y in x], ()) if isinstance(x, tuple) else told(x)
+
+def told(x):
     data = x.handle.data
     return str(x.type), str(x.dtype), str(x.handle.dtype), data.dtype, data.shape, data.tobytes()
 
 def compare_all():
     tensors, quick = [operand(*kind, shape) for kind in KINDS for shape in SHAPES if shape != (2, 1)], 0
     tensors += [operand(tl.float32, "f4", (2, 1)), operand(tl.int32, "i4", (2, 1))]
-    for name, method in [x for x in vars(semantic.TritonSemantic).items() if hasattr(x[1], "slow") and x[0] != "cast"]:
+    methods = [x for x in vars(semantic.TritonSemantic).items() if hasattr(x[1], "slow") and x[0] not in OTHERS]
+    for name, method in methods:
         rest = (True,) if name in ("add", "sub", "mul") else ()
         for x in tensors:
             for y in [*tensors, *NUMBERS] if rest or name == "truediv" else tensors:
@@ -433,7 +438,19 @@ def compare_all():
                     assert got == want, (name, *[getattr(z, "type", z) for z in pair], got, want)
                     quick += len(got) > 2
     assert quick > 5000, quick
-    cast = semantic.TritonSemantic.cast
+    cast, where, broadcast = [getattr(semantic.TritonSemantic, name) for name in OTHERS]
+    conditions = [operand(tl.int1, "bool", shape) for shape in ((), (4,), (4, 1), (4, 4))]
+    conditions.append(operand(tl.int32, "i4", (4,)))
+    for x in tensors:
+        for y in [*tensors, *NUMBERS]:
+            for pair in ((x, y), (y, x)):
+                condition = conditions[quick % len(conditions)]
+                got, want = outcome(where, condition, *pair), outcome(where.slow, condition, *pair)
+                assert got == want, ("where", condition.type, *[getattr(z, "type", z) for z in pair], got, want)
+                quick += 1
+            if isinstance(y, core.tensor):
+                got, want = outcome(broadcast, x, y), outcome(broadcast.slow, x, y)
+                assert got == want, ("broadcast", x.type, y.type, got, want)
     for x in tensors:
         for to, _ in [*KINDS, (tl.block_type(tl.float64, [4]), "f8")]:
             got, want = outcome(cast, x, to), outcome(cast.slow, x, to)
@@ -443,7 +460,7 @@ def compare_all():
 def kernel(N: tl.constexpr):
     compare_all()
 
-assert sum(hasattr(x, "slow") for x in vars(semantic.TritonSemantic).values()) == 14
+assert sum(hasattr(x, "slow") for x in vars(semantic.TritonSemantic).values()) == 16
 kernel[(1,)](N=1)
 for _ in range(2):
     try:

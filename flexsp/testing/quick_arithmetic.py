@@ -7,6 +7,7 @@ and operands that do not fit each other, take the interpreter's own way.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,9 @@ def quicken_arithmetic(meaning: Any, handle: Any) -> None:
         setattr(meaning, name, _quick(getattr(meaning, name), handle, *how))
     meaning.add = _with_pointers(meaning.add, handle)
     meaning.cast = _cast(meaning.cast, handle)
+    meaning.broadcast_impl_value = _broadcast(meaning.broadcast_impl_value, handle)
+    chosen = _alike(tl.int1, tl.bfloat16, tl.int32, tl.int64, tl.float16, tl.float32, tl.float64)
+    meaning.where = _where(meaning.where, handle, chosen)
 
 
 def _alike(*types: Any) -> _Pairs:
@@ -64,21 +68,7 @@ def _mixed(meaning: Any) -> _Pairs:
 def _quick(slow: _Method, handle: Any, operation: Any, pairs: _Pairs, numbers: dict[int, Any]) -> _Method:
     """`slow`, a method of two operands, by this operation where both are tensors of `pairs`, or one is of `numbers` and
     the other one a number of Python's."""
-    tensor, types = core.tensor, _BlockTypes()
-
-    def operands(x: Any, y: Any) -> Any:
-        if type(x) is not tensor:
-            found = _constant(x, y.dtype, numbers) if type(y) is tensor else None
-            return None if found is None else (found, y.handle.data, y.dtype)
-        if type(y) is not tensor:
-            found = _constant(y, x.dtype, numbers)
-            return None if found is None else (x.handle.data, found, x.dtype)
-        pair = pairs.get((id(x.dtype), id(y.dtype)))
-        if pair is None:
-            return None
-        left, right, made = pair
-        a, b = x.handle.data, y.handle.data
-        return a if left is None else a.astype(left), b if right is None else b.astype(right), made
+    tensor, types, operands = core.tensor, _BlockTypes(), _operands(pairs, numbers)
 
     def quick(self: Any, x: Any, y: Any, *rest: Any, **options: Any) -> Any:
         found = operands(x, y)
@@ -94,6 +84,27 @@ def _quick(slow: _Method, handle: Any, operation: Any, pairs: _Pairs, numbers: d
 
     quick.slow = slow  # type: ignore[attr-defined]
     return quick
+
+
+def _operands(pairs: _Pairs, numbers: dict[int, Any]) -> Callable[[Any, Any], Any]:
+    """What numpy makes the result of, and its type; None where that takes more than `pairs` and `numbers` say."""
+    tensor = core.tensor
+
+    def operands(x: Any, y: Any) -> Any:
+        if type(x) is not tensor:
+            found = _constant(x, y.dtype, numbers) if type(y) is tensor else None
+            return None if found is None else (found, y.handle.data, y.dtype)
+        if type(y) is not tensor:
+            found = _constant(y, x.dtype, numbers)
+            return None if found is None else (x.handle.data, found, x.dtype)
+        pair = pairs.get((id(x.dtype), id(y.dtype)))
+        if pair is None:
+            return None
+        left, right, made = pair
+        a, b = x.handle.data, y.handle.data
+        return a if left is None else a.astype(left), b if right is None else b.astype(right), made
+
+    return operands
 
 
 class _BlockTypes:
@@ -123,6 +134,12 @@ def _constant(x: Any, dtype: Any, numbers: dict[int, Any]) -> Any:
         return None
     if x == 0 and math.copysign(1.0, x) < 0:  # which some releases make positive
         return None
+    return _array(x, to)
+
+
+@functools.lru_cache(maxsize=4096)
+def _array(x: float, to: Any) -> Any:
+    """Shared by all that meet this number: nothing writes into operands."""
     return np.array([x], to)
 
 
@@ -133,20 +150,21 @@ def _with_pointers(add: _Method, handle: Any) -> _Method:
     def quick(self: Any, x: Any, y: Any, *rest: Any, **options: Any) -> Any:
         if type(x) is not tensor or type(x.dtype) is not pointer or type(x.dtype.element_ty) is not core.dtype:
             return add(self, x, y, *rest, **options)
-        element = x.dtype.element_ty
+        size = max(1, x.dtype.element_ty.primitive_bitwidth // 8)
         if type(y) is tensor and id(y.dtype) in _INTEGERS:
-            offset = y.handle.data
+            offset = y.handle.data.astype(np.uint64)
+            offset *= size
         elif type(y) is int and _INT32[0] <= y <= _INT32[1]:
-            offset = np.array([y], np.int32)
+            offset = np.uint64(size * y % 2**64)
         else:
             return add(self, x, y, *rest, **options)
         try:
-            data = x.handle.data + max(1, element.primitive_bitwidth // 8) * offset.astype(np.uint64)
+            data = x.handle.data + offset
         except ValueError:
             return add(self, x, y, *rest, **options)
         made = x.type
         if _is_block(x) or _is_block(y):
-            made = types.of((element.name, x.dtype.address_space), x.dtype, data.shape)
+            made = types.of(_key(x.dtype), x.dtype, data.shape)
         return tensor(handle(data, x.dtype), made)
 
     quick.slow = add.slow  # type: ignore[attr-defined]
@@ -167,6 +185,59 @@ def _cast(cast: _Method, handle: Any) -> _Method:
         return tensor(handle(data, to), types.of(id(to), to, data.shape) if _is_block(x) else to)
 
     quick.slow = cast  # type: ignore[attr-defined]
+    return quick
+
+
+def _key(kind: Any) -> Any:
+    """Stands for a type of elements among `_BlockTypes`. Types of pointers are made anew, others are there once."""
+    return (kind.element_ty.name, kind.address_space) if type(kind) is core.pointer_type else id(kind)
+
+
+def _broadcast(broadcast: _Method, handle: Any) -> _Method:
+    """`broadcast`, of tiles of as many axes, and of a tile and a number."""
+    tensor, types = core.tensor, _BlockTypes()
+
+    def stretched(x: Any, shape: tuple[int, ...]) -> Any:
+        if x.handle.data.shape == shape and _is_block(x):
+            return x
+        kind = x.dtype
+        return tensor(handle(np.broadcast_to(x.handle.data, shape), kind), types.of(_key(kind), kind, shape))
+
+    def quick(self: Any, x: Any, y: Any) -> Any:
+        if x.shape is y.shape:
+            return x, y
+        a, b = (z.handle.data.shape if _is_block(z) else None for z in (x, y))
+        if a is not None and b is not None:
+            if len(a) != len(b) or not all([m == n or m == 1 or n == 1 for m, n in zip(a, b, strict=True)]):
+                return broadcast(self, x, y)
+            shape = tuple([n if m == 1 else m for m, n in zip(a, b, strict=True)])
+        elif a is not None or b is not None:
+            shape = a or b or ()
+        else:
+            return x, y
+        return stretched(x, shape), stretched(y, shape)
+
+    quick.slow = broadcast  # type: ignore[attr-defined]
+    return quick
+
+
+def _where(where: _Method, handle: Any, pairs: _Pairs) -> _Method:
+    """`where`, of choices of one type, or of a tensor and a number."""
+    tensor, types, operands = core.tensor, _BlockTypes(), _operands(pairs, _NUMBERS)
+
+    def quick(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        found = operands(x, y) if condition.dtype is tl.int1 else None
+        if found is None:
+            return where(self, condition, x, y)
+        a, b, made = found
+        try:
+            data = np.where(condition.handle.data, a, b)
+        except ValueError:  # shapes that do not fit
+            return where(self, condition, x, y)
+        of_blocks = _is_block(condition) or _is_block(x) or _is_block(y)
+        return tensor(handle(data, made), types.of(id(made), made, data.shape) if of_blocks else made)
+
+    quick.slow = where  # type: ignore[attr-defined]
     return quick
 
 

@@ -49,7 +49,7 @@ def quicken_interpreter() -> None:
     core.tensor.__init__ = _looks_kept(core.tensor.__init__)  # type: ignore[method-assign]
     meaning = semantic.TritonSemantic
     meaning.to_tensor = _tensors_pass(meaning.to_tensor)
-    meaning.broadcast_impl_value = _alike_pass(meaning.broadcast_impl_value)
+    meaning.arange = _made_once(meaning.arange)
     meaning.binary_op_type_checking_impl = _alike_join(meaning.binary_op_type_checking_impl)
     interpreter.TensorHandle.__init__ = _sizes_kept(interpreter.TensorHandle.__init__)
     quicken_arithmetic(meaning, interpreter.TensorHandle)
@@ -86,9 +86,27 @@ def _members_known(interpreter: Any) -> Any:
     def builtins_of(pkg: Any) -> list[tuple[str, Any]]:
         return [(name, member) for name, member in inspect.getmembers(pkg) if core.is_builtin(member)]
 
-    def patch_known(pkg: Any, builder: Any, *scope: Any) -> None:
+    class Replaced(list[Any]):
+        """Records what a scope of the interpreter would set."""
+
+        def set_attr(self, *what: Any) -> None:
+            self.append(what)
+
+    @functools.cache
+    def replaced(pkg: Any, builder: Any) -> list[Any]:
+        """The functions that take the place of members are made once: there are hundreds."""
+        found = Replaced()
         for name, member in builtins_of(pkg):
-            interpreter._patch_attr(pkg, name, member, builder, *scope)
+            interpreter._patch_attr(pkg, name, member, builder, found)
+        return found
+
+    def patch_known(pkg: Any, builder: Any, *scope: Any) -> None:
+        if scope:
+            for what in replaced(pkg, builder):
+                scope[0].set_attr(*what)
+            return
+        for name, member in builtins_of(pkg):
+            interpreter._patch_attr(pkg, name, member, builder)
 
     return patch_known
 
@@ -246,16 +264,37 @@ def _sizes_kept(init: Any) -> Any:
 
 
 def _tensors_pass(convert: Any) -> Any:
-    tensor = core.tensor
-    return lambda self, x, check_type=True: x if type(x) is tensor else convert(self, x, check_type)
+    """Numbers become tensors once: nothing changes a tensor."""
+    tensor, found = core.tensor, dict[Any, Any]()
+
+    def converted(self: Any, x: Any, check_type: bool = True) -> Any:
+        kind = type(x)
+        if kind is tensor:
+            return x
+        if kind is not int and (kind is not float or x == 0):  # of which there are two
+            return convert(self, x, check_type)
+        made = found.get((kind, x))
+        if made is None:
+            made = convert(self, x, check_type)
+            if len(found) < _KEPT:
+                found[kind, x] = made
+        return made
+
+    return converted
 
 
-def _alike_pass(broadcast: Any) -> Any:
-    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
-        a, b = lhs.shape, rhs.shape
-        return (lhs, rhs) if a is b else broadcast(self, lhs, rhs)
+def _made_once(arange: Any) -> Any:
+    """Ranges of the same ends are one tensor."""
+    found: dict[Any, Any] = {}
 
-    return broadcast_others
+    def look_up(self: Any, start: Any, end: Any, *, ret_ty: Any = None) -> Any:
+        if ret_ty is not None:
+            return arange(self, start, end, ret_ty=ret_ty)
+        if (start, end) not in found:
+            found[start, end] = arange(self, start, end)
+        return found[start, end]
+
+    return look_up
 
 
 def _alike_join(check: Any) -> Any:
@@ -273,4 +312,5 @@ def _alike_join(check: Any) -> Any:
     return checked
 
 
+_KEPT = 4096  # numbers that are tensors already
 _NUMBERS = (tl.float32, tl.int32, tl.int64, tl.float64, tl.float16, tl.bfloat16)

@@ -30,6 +30,7 @@ UNFENCED_COPY = "reads what was not fenced since it was copied"
 
 _SIZE = 232448  # bytes of shared memory that a block may have
 _TRIPS, _PATHS = 3, 64
+_UPWARDS = np.arange(128)
 _ELEMENT = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 _SWIZZLE = (16, 128, 64, 32)  # bytes of a row, by the two highest bits of a matrix's descriptor
 _JUMPS = ("bra", "brx", "ret", "exit", "call", "trap")
@@ -201,8 +202,9 @@ def _plain(it: Instruction) -> bool:
 
 class _Search:
     def __init__(self, ptx: Ptx) -> None:
-        self.ptx, self.warps = ptx, np.arange(ptx.threads) // 32
+        self.ptx, self.warps = ptx, np.arange(ptx.threads, dtype=np.int16) // 32
         self.plain = [_plain(it) for it in ptx.instructions]
+        self.of_lanes: dict[tuple[int, int], Any] = {}
         self.found: dict[str, None] = {}
         self.accesses = self.unseen = 0
 
@@ -310,13 +312,24 @@ class _Search:
         if start is None:
             self.unseen += 1
             return None
-        mask = np.arange(self.ptx.threads) % 32 < lanes
         known = path.integers.mask(it) if it.guard is not None else None
-        mask = mask if known is None else mask & known
-        at = start[mask][:, None] + np.arange(width)
-        if at.size and not 0 <= at.min() <= at.max() < _SIZE:
-            raise ValueError(f"{it.text}: expected addresses of shared memory, got {at.min()} to {at.max()}")
-        return at, np.broadcast_to(self.warps[mask][:, None], at.shape)
+        if known is None:
+            mask, warps = self._lanes(width, lanes)
+        else:
+            mask = self._lanes(width, lanes)[0] & known
+            warps = np.repeat(self.warps[mask], width)
+        start = start[mask]
+        if start.size and not 0 <= start.min() <= start.max() <= _SIZE - width:
+            raise ValueError(f"{it.text}: expected addresses of shared memory, got {start.min()} to {start.max()}")
+        return (start[:, None] + _UPWARDS[:width]).ravel(), warps
+
+    def _lanes(self, width: int, lanes: int) -> Any:
+        """(the first lanes of each warp, the warps of their bytes)."""
+        found = self.of_lanes.get((width, lanes))
+        if found is None:
+            mask = np.arange(self.ptx.threads) % 32 < lanes
+            found = self.of_lanes[width, lanes] = mask, np.repeat(self.warps[mask], width)
+        return found
 
     def _access(self, it: Instruction, path: _Path) -> None:
         stores = it.parts[0] in ("st", "stmatrix")

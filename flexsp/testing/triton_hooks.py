@@ -48,6 +48,10 @@ def compiling_to_shared_memory() -> Iterator[None]:
         CUDABackend.make_ptx = original
 
 
+IN_ORDER = ("_propagate_kernel",)
+"""Kernels whose programs wait for those of lower numbers."""
+
+
 def interpreter() -> Any:
     """Triton's module that interprets kernels; it needs TRITON_INTERPRET=1."""
     from triton.runtime import interpreter
@@ -61,12 +65,16 @@ def watching_interpreter(
 ) -> Iterator[None]:
     """Under the interpreter, calls `launched(kernel's name, its tensors)` before each launch, `ordered()` where a
     program begins and at each barrier, and before each access through pointers `touched("load" or "store", addresses
-    of what is not masked, bytes of an element, mask, a function that says whether memory has what is stored)`."""
+    of what is not masked, bytes of an element, mask, a function that says whether memory has what is stored)`.
+
+    Of a kernel's launches every other one, beginning with the first, has its last program run first: a GPU orders
+    them as it likes, and the interpreter by their numbers.
+    """
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     barrier, program = InterpreterBuilder.create_barrier, InterpreterBuilder.set_grid_idx
-    start = GridExecutor._init_args_hst
+    start, turned, running = GridExecutor._init_args_hst, dict[str, bool](), list[str]()
 
     def told(what: str, pointers: Any, mask: Any, there_already: Any = None) -> None:
         nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -79,10 +87,13 @@ def watching_interpreter(
 
     def told_program(self: Any, *index: int) -> None:
         ordered()
-        program(self, *index)
+        last_first = turned[running[0]]
+        program(self, *[n - 1 - i if last_first else i for i, n in zip(index, self.grid_dim, strict=True)])
 
     def told_start(self: Any, args: Any, kwargs: Any) -> Any:
         given = start(self, args, kwargs)
+        running[:] = [self.fn.__name__]
+        turned[running[0]] = running[0] not in IN_ORDER and not turned.get(running[0], False)
         launched(self.fn.__name__, [x for x in (*given[0], *given[1].values()) if hasattr(x, "data_ptr")])
         return given
 
@@ -113,4 +124,6 @@ def watching_interpreter(
 def _broadcast(mask: Any, shape: tuple[int, ...]) -> Any:
     import numpy as np
 
+    if mask.shape == shape and mask.dtype == bool:
+        return mask
     return np.broadcast_to(mask, shape).astype(bool)

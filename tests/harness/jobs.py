@@ -8,9 +8,10 @@ __all__ = ["LONGEST", "TOOLS"]
 LONGEST = (
     "test_delta_engine", "test_compile_delta", "test_torch_compile", "test_generated_offline", "test_unusual_tensors",
     "test_triton_engine", "test_generated_programs", "test_horizon_generated", "test_compile_diagonal",
-    "test_scalar_decay", "test_generated", "test_dispatch", "test_derivatives", "test_nonfinite", "test_transformers",
-    "test_transformers_training", "test_reflections", "test_selective_scan", "test_reference", "test_vector_gates",
-    "test_installed", "test_devices", "test_bench", "test_package", "test_torchrun_configs", "test_plan",
+    "test_step_graphs", "test_scalar_decay", "test_generated", "test_dispatch", "test_derivatives", "test_nonfinite",
+    "test_transformers", "test_transformers_training", "test_reflections", "test_selective_scan", "test_reference",
+    "test_vector_gates", "test_installed", "test_devices", "test_bench", "test_package", "test_torchrun_configs",
+    "test_plan",
 )  # fmt: skip
 
 # Of documents, examples, benchmarks, plans, messages and the tests' own tools: a job of its own, `make test-tools`.

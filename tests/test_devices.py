@@ -138,7 +138,7 @@ H200_TILES = {  # chunk; rows, columns, warps, stages of summarize, output, dq, 
 }  # fmt: skip
 H200_SEGMENTS = {  # B, T, H, documents: chunks, those of a segment, segments; bf16 heads of 128
     (1, 65536, 32, 0): (1024, 128, 8),
-    (1, 65536, 32, 4): (1028, 94, 11),
+    (1, 65536, 32, 4): (1028, 86, 12),
     (1, 32768, 80, 0): (512, 86, 6),
     (1, 4096, 32, 0): (64, 16, 4),
     (1, 4096, 32, 4): (68, 17, 4),

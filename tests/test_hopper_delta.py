@@ -50,6 +50,10 @@ class Call:
     parts: bool = False
 
     @property
+    def bounds(self) -> tuple[int, ...]:
+        return BOUNDS if self.T else (0,) * len(BOUNDS)
+
+    @property
     def steps(self) -> int:
         return 2 if "product" in self.rule else 1
 
@@ -76,12 +80,12 @@ class Call:
             channels = [self.K] if "channels" in self.rule else []
             x["g"] = -(0.02 if self.alike else 0.5) * torch.rand(self.B, self.T, self.H, *channels)
             x["g"][:, 40::50] = -0.1 if self.alike else -9.0
-            x["g"].view(self.B, self.T, self.H, -1)[:, 7:8, :, :1] = LEAST
+            (x["g"][..., :1] if channels else x["g"])[:, 7:8] = LEAST
         x["initial_state"] = torch.randn(len(BOUNDS) - 1 if self.packed else self.B, self.H, self.K, self.V)
         return {name: t.bfloat16().double() for name, t in x.items()}
 
     def run(self, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        options: dict[str, Any] = {"cu_seqlens": torch.tensor(BOUNDS)} if self.packed else {}
+        options: dict[str, Any] = {"cu_seqlens": torch.tensor(self.bounds)} if self.packed else {}
         kinds = {name: torch.bfloat16 if name in ("q", "k", "v") else torch.float32 for name in x}
         given = {name: t.to(kinds[name]) for name, t in x.items()}
         options |= {"output_final_state": True, "use_qk_l2norm_in_kernel": self.norm}
@@ -90,7 +94,7 @@ class Call:
 
     def oracle(self, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """In float64; zeros behind the last document."""
-        end, x = BOUNDS[-1] if self.packed else self.T, dict(x)
+        end, x = self.bounds[-1] if self.packed else self.T, dict(x)
         for name in "qk":
             if self.norm:
                 x[name] = x[name] / (x[name].square().sum(-1, keepdim=True) + 1e-6).sqrt()
@@ -100,7 +104,7 @@ class Call:
             name: t if name == "initial_state" else t[:, : end * (1 if name in "qg" else self.steps)]
             for name, t in x.items()
         }
-        bounds = {"cu_seqlens": torch.tensor(BOUNDS)} if self.packed else {}
+        bounds = {"cu_seqlens": torch.tensor(self.bounds)} if self.packed else {}
         if "b" in x:
             o, final = oracles.gdn2(**x, scale=0.7, **bounds)
         else:
@@ -113,7 +117,7 @@ def solved(call: Any, x: Tensors) -> Tensors:
     o, final = call(leaves)
     made = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(t.shape, generator=made).bfloat16().to(t.dtype) for t in (o, final)]
-    grads = torch.autograd.grad([o, final], [*leaves.values()], cotangents)
+    grads = torch.autograd.grad([o, final], [*leaves.values()], cotangents, materialize_grads=True)
     return {"o": o, "final": final, **{f"d{name}": dx for name, dx in zip(leaves, grads, strict=True)}}
 
 
@@ -152,7 +156,7 @@ CALLS = {
     "channels, packed": Call("channels", packed=True, K=128), "channels, unit keys": Call("channels", T=70, norm=False),
     "product, channels": Call("product, channels", T=80),
     "alike, packed": Call("no gate", alike=True, packed=True),
-    "strengths": Call("channels, strengths", T=100),
+    "strengths": Call("channels, strengths", T=100), "no tokens": Call("channels, strengths", T=0, packed=True),
     "strengths, alike": Call("channels, strengths", T=80, alike=True),
     "strengths, packed": Call("channels, strengths", packed=True, K=128),
     "strengths, unit keys": Call("channels, strengths", T=70, K=128, V=128, norm=False, group=1),

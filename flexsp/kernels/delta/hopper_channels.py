@@ -555,7 +555,8 @@ def channel_grads(
         here = place >= 0
         channel = k0 + gl.arange(0, WIDTH, gl.SliceLayout(0, _PRODUCTS))[None, :]
         token = place.to(gl.int64) // H  # of all sequences; what was known before is not kept in registers
-        at_rows = token // T * beta_sb + token % T * beta_st + place.to(gl.int64) % H * beta_sh
+        tokens = gl.maximum(T, 1)  # documents without tokens have chunks, too
+        at_rows = token // tokens * beta_sb + token % tokens * beta_st + place.to(gl.int64) % H * beta_sh
         strength = gl.load(beta + at_rows + channel, mask=here, other=0.0)
         to_k += to_beta * strength.to(gl.float32)
         to_beta = to_beta * _read(ks) * sizes.load(gl.SliceLayout(1, _PRODUCTS))[:, None]

@@ -181,14 +181,15 @@ def segment_length(n_chunks: int, heads: int, programs: int, pieces: int = 1) ->
     """Chunks a segment, at most `MOST_CHUNKS`.
 
     Heads (B * H) times segments of a piece are about a multiple of `programs`, which run at once: the smallest that
-    keeps them busy. This holds for long texts, too, of which `MOST_CHUNKS` asks for more segments: 4 segments of 80
-    heads are 320 programs, of which the third round of 128 is half empty; 6 are shorter and nearly fill four rounds.
+    keeps them busy. Where texts are so long that `MOST_CHUNKS` asks for more segments, they are a multiple of that: 4
+    segments of 80 heads would be 320 programs, of which the third round of 128 is half empty; 6 nearly fill four.
 
-    Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only.
+    Longer segments would also let rounding build up in the gate gradient, which is exact at their edges only. n_chunks
+    may be symbolic.
     """
     least, most = max(1, programs // max(heads, 1)), 4 * -(-programs // max(heads, 1))
-    least = max(least, -(-n_chunks // (MOST_CHUNKS * pieces)))
-    filling = pieces * max(range(least, max(most, 2 * least) + 1), key=lambda n: filled(n * heads, programs))
+    filling = pieces * max(range(least, most + 1), key=lambda n: filled(n * heads, programs))
+    filling *= max(1, -(-n_chunks // (MOST_CHUNKS * filling)))
     segments = max(1, min(n_chunks, filling))
     return max(1, -(-n_chunks // segments))
 

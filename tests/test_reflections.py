@@ -57,7 +57,7 @@ CASES = {
     "rwkv7, heads": [RWKV7("rwkv7", 4, 1.9, T=44, H=2, **LESS), RWKV7("rwkv7", 1, 1.9, T=70, **LESS)],
     "gdn2": [GDN2("gdn2", 1, 1.9, T=36, bounds=(0, 4, 36), **LESS)],
     "gdn2, heads": [GDN2("gdn2", 4, 1.9, T=44, H=2, **LESS), GDN2("gdn2", 0, T=70, **LESS)],
-    "own": [Own("own", 1, T=36, bounds=(0, 4, 36), **LESS), Own("own", 4, T=12, V=64, generated=True)],
+    "own": [Own("own", 1, T=36, H=3, bounds=(0, 4, 36), **LESS), Own("own", 4, T=12, V=64, generated=True)],
     "large": [Keys("gated", 1, K=256, V=130), Keys("kda", 1, K=200, V=256)],
     "longer": [Keys(name, many, T=300) for name in NAMES for many in (1, 4)],
     "short documents": [

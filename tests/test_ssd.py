@@ -15,7 +15,7 @@ from flexsp.testing.oracles import mamba2_ssd as oracle
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
 
-B, T, H, G, N, P = 1, 37, 4, 2, 18, 5
+B, T, H, G, N, P = 1, 37, 8, 2, 18, 5
 TENSORS = ("x", "dt", "A", "B", "C", "D", "dt_bias")
 ALL = (*TENSORS, "dt_softplus")
 

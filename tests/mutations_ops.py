@@ -15,8 +15,10 @@ OPS = [
     *_in(
         "flexsp/ops/_recipe.py",
         ("facts += (kind, x)", "facts += (kind,)", "calls by recipe forget numbers", _RECIPES + "test_what_tells_calls_apart[the scale]"),
-        ("[torch.is_grad_enabled(), *kwargs]", "[*kwargs]", "a call without gradients is taken for one with them",
+        ("[torch.is_grad_enabled(), len(GROUPS), *kwargs]", "[len(GROUPS), *kwargs]", "a call without gradients is taken for one with them",
          _RECIPES + "test_gradients_wanted_or_not_tell_calls_apart"),
+        ("len(GROUPS), *kwargs]", "*kwargs]", "a call by recipe forgets a group that was opened since",
+         _RECIPES + "test_a_group_that_is_opened_later_is_missed"),
         (" and each.aligned == _aligned(tensors)", "", "calls by recipe forget alignment",
          _RECIPES + "test_what_tells_calls_apart[alignment]"),
         ("facts += (group.id, group.transport", "facts += (group.transport", "calls by recipe forget the group",

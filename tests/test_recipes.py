@@ -9,6 +9,7 @@ import math
 import random
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexsp import ops
+from flexsp.comm import group
 from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.exceptions import NotAvailable, checks_wanted
 from flexsp.kernels import executable, run
@@ -288,6 +290,17 @@ def test_groups_tell_calls_apart_and_lengths_are_checked() -> None:
     sp.set_lengths([21])
     with pytest.raises(ValueError, match=r"expected a shard of 21 tokens \(set_lengths\), got 20"):
         chunk_simple_gla(**x, sp=sp)
+
+
+def test_a_group_that_is_opened_later_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a call that was made before without ranks, and has a recipe."""
+    x = drawn()
+    for _ in range(2):
+        chunk_simple_gla(**x)
+    monkeypatch.setattr(group, "_warned", set())
+    monkeypatch.setitem(group.GROUPS, -1, SimpleNamespace(world_size=2))
+    with pytest.warns(UserWarning, match="chunk_simple_gla: each of 2 ranks takes its tokens"):
+        chunk_simple_gla(**x)
 
 
 def twice_over_ranks(sp: Any, seed: int, packed: bool) -> list[bool]:

@@ -246,7 +246,7 @@ def _warn_of_open_group() -> None:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("flexsp.", "torch.")):
         holder, module = frame.f_locals.get("self"), frame.f_globals["__name__"]
         # Decorators of ops are in the others, and torch calls a layer's forward.
-        if "._" not in module and not module.startswith(("flexsp.comm.", "torch.")):
+        if "._" not in module and not module.startswith(("flexsp.comm.", "flexsp.runtime.", "torch.")):
             name = frame.f_code.co_name if holder is None else type(holder).__name__
         frame, level = frame.f_back, level + 1
     if name not in _warned:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, current_sp, resolve_sp
+from flexsp.comm.ranks import GROUPS
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.runtime.kept import keep
@@ -62,7 +63,8 @@ def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
         sp: Any = args[at] if len(args) > at else kwargs.get("sp")
         group = current_sp() if sp is None else sp
         tensors: list[torch.Tensor] = []
-        facts: list[Any] = [torch.is_grad_enabled(), *kwargs]
+        # A call that looks like one before may forget a group that was opened since: the op warns of that.
+        facts: list[Any] = [torch.is_grad_enabled(), len(GROUPS), *kwargs]
         known = _look(args, facts, tensors) and _look(kwargs.values(), facts, tensors) and _look_at_ranks(group, facts)
         if not known or not tensors or _watched(tensors):
             return op(*args, **kwargs)

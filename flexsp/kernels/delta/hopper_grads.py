@@ -180,7 +180,7 @@ def _of_chunk(
         passed = 0.0
         for n in gl.static_range(PANELS - 1):
             of_o, of_y, N, S, dS = rooms[n % 2]
-            arrived(3)
+            arrived(3)  # a panel comes in two groups of copies: gradients and errors, then states
             reads = warpgroup_mma(of_o, N, reads, is_async=True)
             pairs = warpgroup_mma(of_y, N, pairs, is_async=True)
             arrived(2)
@@ -190,7 +190,7 @@ def _of_chunk(
             if GATED:
                 passed += _passed(S, dS, BK)
             reads, pairs, to_p, to_k, to_q = warpgroup_mma_wait(0, [reads, pairs, to_p, to_k, to_q])
-            gl.thread_barrier()
+            gl.thread_barrier()  # products of every warp have read what the next panel but one is copied over
             _keep_alive(rooms[n % 2])
             if n + 2 < PANELS:
                 _fetch(

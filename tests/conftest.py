@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,17 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def groups() -> Iterator[None]:
+    """A test's groups end with it: a call without ranks warns where a group of several is open."""
+    from flexsp.comm.ranks import GROUPS
+
+    before = dict(GROUPS)
+    yield
+    GROUPS.clear()
+    GROUPS.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -295,12 +296,13 @@ def test_groups_tell_calls_apart_and_lengths_are_checked() -> None:
 def test_a_group_that_is_opened_later_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a call that was made before without ranks, and has a recipe."""
     x = drawn()
-    for _ in range(2):
-        chunk_simple_gla(**x)
     monkeypatch.setattr(group, "_warned", set())
-    monkeypatch.setitem(group.GROUPS, -1, SimpleNamespace(world_size=2))
-    with pytest.warns(UserWarning, match="chunk_simple_gla: each of 2 ranks takes its tokens"):
-        chunk_simple_gla(**x)
+    with mock.patch.dict(group.GROUPS, clear=True):
+        for _ in range(2):
+            chunk_simple_gla(**x)
+        group.GROUPS[-1] = SimpleNamespace(world_size=2)
+        with pytest.warns(UserWarning, match="chunk_simple_gla: each of 2 ranks takes its tokens"):
+            chunk_simple_gla(**x)
 
 
 def twice_over_ranks(sp: Any, seed: int, packed: bool) -> list[bool]:

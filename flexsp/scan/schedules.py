@@ -1,7 +1,7 @@
 """The exclusive scan of (A, F) over the ranks with torch.distributed: rank after rank, in pieces, or by all-gather.
 
 These run on CPUs and for dtypes that the kernel does not scan, and the kernel (scan/propagate.py) is measured against
-them. docs/math.md, section 14 has their costs.
+them. docs/math.md, section 14 has their costs. Each is a generator of its messages (flexsp/comm/steps.py).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.comm.process_group import Message, begin_call, of_all_ranks, post, wait_all
+from flexsp.comm.process_group import Call, Message, begin_call
 from flexsp.comm.signature import Signature, facts_of
+from flexsp.comm.steps import Gather, Step, Steps, drive
 from flexsp.scan.transitions import Transition
 
-__all__ = ["PIECES", "SCHEDULES", "incoming_state"]
+__all__ = ["PIECES", "SCHEDULES", "incoming_state", "steps_of"]
 
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
 PIECES = 8
@@ -44,36 +45,52 @@ def incoming_state(
         signature = Signature("state exchange", call, facts_of((F,)), transition.kind, reverse, sp.schedule)
         transition = transition.adjoint() if reverse else transition
         if sp.schedule == "all_gather":
-            return _all_gather(F, transition, sp, reverse, signature)
-        return _hop(F, transition, sp, reverse, PIECES if sp.schedule == "pipelined" else 1, signature)
+            begun = begin_call(sp, signature, F)
+        else:
+            begun = begin_call(sp, signature, F, *sp.neighbours(reverse))
+        return drive(sp, steps_of(F, transition, sp, reverse, begun))
+
+
+def steps_of(
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, call: Call
+) -> Steps[torch.Tensor]:
+    """The messages of `incoming_state` by the group's schedule, several ranks, and what it returns.
+
+    Args:
+        transition: in ``reverse`` already the adjoint.
+        call: the exchange that `begin_call` began. Where nothing is sent a `Call` that is made by hand does too; its
+            target is the second one of ``sp.neighbours(reverse)``.
+    """
+    if sp.schedule == "all_gather":
+        return _all_gather(F, transition, sp, reverse, call)
+    return _hop(F, transition, sp, reverse, PIECES if sp.schedule == "pipelined" else 1, call)
 
 
 def _hop(
-    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, pieces: int, signature: Signature
-) -> torch.Tensor:
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, pieces: int, call: Call
+) -> Steps[torch.Tensor]:
     """Receives from one neighbour, applies A, and sends to the other, in ``pieces``.
 
     The next piece arrives while the one before it leaves.
     """
-    source, target = sp.neighbours(reverse)
-    call = begin_call(sp, signature, F, source, target)
+    source, _ = sp.neighbours(reverse)
     parts = transition.split(F, pieces)
     arriving = [call.buffer(part) for part, _ in parts]
-    pending = []
+    sent: list[Message] = []
     for i in range(-1, len(parts)):
-        messages = []
+        sends, receives = [], []
         if i >= 0 and call.target is not None:
             part, through = parts[i]
             leaving = part if source is None else through.apply(call.data(arriving[i], part), part)
-            messages.append(Message("send", call.sealed(leaving), call.target))
+            sends = [Message("send", call.sealed(leaving), call.target)]
         if i + 1 < len(parts) and source is not None:
-            messages.append(Message("recv", arriving[i + 1], source))
-        started = post(sp, *messages)
-        wait_all(sp, [item for item in started if item.message.op == "recv"])
-        if i + 1 < len(parts) and source is not None:
+            receives = [Message("recv", arriving[i + 1], source)]
+        if sends or receives:
+            yield Step((*sends, *receives), until=tuple(receives))
+        if receives and source is not None:
             call.look_at(arriving[i + 1], source)
-        pending += [item for item in started if item.message.op == "send"]
-    wait_all(sp, pending)
+        sent += sends
+    yield Step(until=tuple(sent))
     if source is None:
         return call.end(torch.full_like(F, transition.neutral))
     arrived = [call.data(buffer, part) for buffer, (part, _) in zip(arriving, parts, strict=True)]
@@ -81,12 +98,12 @@ def _hop(
 
 
 def _all_gather(
-    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, signature: Signature
-) -> torch.Tensor:
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, call: Call
+) -> Steps[torch.Tensor]:
     """Sends every rank's (A, F) to every rank. Each one then folds those on its incoming side."""
     mine = transition.packed(F)
-    call = begin_call(sp, signature, mine)
-    everyone = of_all_ranks(sp, call.sealed(mine))
+    everyone = yield Gather(call.sealed(mine))
+    assert everyone is not None
     state = torch.full_like(F, transition.neutral)
     for r in range(sp.world_size):
         call.look_at(everyone[r], r)

@@ -38,7 +38,8 @@ class SequenceParallel(Ranks):
         cpu_group: a ProcessGroup of the same ranks on gloo.
         device: where this rank computes.
         transport: "process_group", "peer", "put", "posix", or what `register_transport` made known.
-        schedule: "chain", "serial", "pipelined" or "all_gather".
+        schedule: "chain", "serial", "pipelined", "all_gather" or "hierarchical".
+        hosts: how many ranks, in their order, stand on each host; a host counts again where it comes up again.
         timeout_s: seconds until a silent peer ends in `PeerTimeout`.
     """
 

@@ -66,7 +66,7 @@ class Ranks:
         self, *, rank: int = 0, world_size: int = 1, global_ranks: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu", transport: str = "process_group", schedule: str = "chain", heap: Any = None,
-        timeout_s: float = 120.0, check_calls: bool = False,
+        timeout_s: float = 120.0, check_calls: bool = False, hosts: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.id = next(_next_id)
         self.rank, self.world_size = rank, world_size
@@ -75,6 +75,7 @@ class Ranks:
         self.device = torch.device(device)
         self.transport, self.schedule, self.heap = transport, schedule, heap
         self.timeout_s, self.check_calls = float(timeout_s), check_calls
+        self.hosts = [world_size] if hosts is None else list(hosts)
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.anchor = torch.zeros((), device=self.device, requires_grad=True)

@@ -1,4 +1,5 @@
-"""The exclusive scan of (A, F) over the ranks with torch.distributed: rank after rank, in pieces, or by all-gather.
+"""The exclusive scan of (A, F) over the ranks with torch.distributed, by the schedule of the group: rank after rank, in
+pieces, by all-gather, or between hosts apart from inside them (scan/hierarchical.py).
 
 These run on CPUs and for dtypes that the kernel does not scan, and the kernel (scan/propagate.py) is measured against
 them. docs/math.md, section 14 has their costs. Each is a generator of its messages (flexsp/comm/steps.py).
@@ -12,11 +13,13 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.process_group import Call, Message, begin_call
 from flexsp.comm.signature import Signature, facts_of
 from flexsp.comm.steps import Gather, Step, Steps, drive
+from flexsp.scan.hierarchical import hierarchical
 from flexsp.scan.transitions import Transition
 
 __all__ = ["PIECES", "SCHEDULES", "incoming_state", "steps_of"]
 
-SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
+SCHEDULES = ("chain", "serial", "pipelined", "all_gather", "hierarchical")
+OF_ALL_RANKS = ("all_gather", "hierarchical")  # in which ranks hear from more than their neighbours
 PIECES = 8
 
 
@@ -44,10 +47,8 @@ def incoming_state(
         F = F.contiguous()
         signature = Signature("state exchange", call, facts_of((F,)), transition.kind, reverse, sp.schedule)
         transition = transition.adjoint() if reverse else transition
-        if sp.schedule == "all_gather":
-            begun = begin_call(sp, signature, F)
-        else:
-            begun = begin_call(sp, signature, F, *sp.neighbours(reverse))
+        among = (None, None) if sp.schedule in OF_ALL_RANKS else sp.neighbours(reverse)
+        begun = begin_call(sp, signature, F, *among)
         return drive(sp, steps_of(F, transition, sp, reverse, begun))
 
 
@@ -58,9 +59,11 @@ def steps_of(
 
     Args:
         transition: in ``reverse`` already the adjoint.
-        call: the exchange that `begin_call` began. Where nothing is sent a `Call` that is made by hand does too; its
-            target is the second one of ``sp.neighbours(reverse)``.
+        call: the exchange that `begin_call` began. Where nothing is sent, a `Call` made by hand does too, whose target
+            is the second one of ``sp.neighbours(reverse)``.
     """
+    if sp.schedule == "hierarchical":
+        return hierarchical(F, transition, sp, reverse, call)
     if sp.schedule == "all_gather":
         return _all_gather(F, transition, sp, reverse, call)
     return _hop(F, transition, sp, reverse, PIECES if sp.schedule == "pipelined" else 1, call)
@@ -102,11 +105,11 @@ def _all_gather(
 ) -> Steps[torch.Tensor]:
     """Sends every rank's (A, F) to every rank. Each one then folds those on its incoming side."""
     mine = transition.packed(F)
-    everyone = yield Gather(call.sealed(mine))
+    everyone = yield Gather(call.sealed(mine.view(-1)))
     assert everyone is not None
-    state = torch.full_like(F, transition.neutral)
+    state = torch.full_like(transition.in_packed(mine)[1], transition.neutral, memory_format=torch.contiguous_format)
     for r in range(sp.world_size):
         call.look_at(everyone[r], r)
     for r in range(sp.world_size - 1, sp.rank, -1) if reverse else range(sp.rank):
         state = transition.apply_packed(call.data(everyone[r], mine), state)
-    return call.end(state)
+    return call.end(transition.unpacked(state, F.shape))

@@ -227,20 +227,57 @@ class Transition(NamedTuple):
             return parts[0].view(shape)
         return torch.cat(parts, dim=-1 if self.kind == "dense" else 0).view(shape)
 
-    def packed(self, F: torch.Tensor) -> torch.Tensor:
-        """A and F as one row of numbers in F's dtype, alike on all ranks whether they have a cut or not."""
-        factor = self.factor(F)
-        a = F.new_ones(()) if factor is None else factor
-        return torch.cat([a.expand(self._packed_shape(F)).reshape(-1), F.reshape(-1)])
+    def packed(self, F: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        """A and F side by side, alike on all ranks whether they have a cut or not.
 
-    def apply_packed(self, packed: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """`apply` of another rank's A and F, as `packed` gave them there, to the state."""
-        shape = self._packed_shape(state)
-        a, F = packed.split([shape.numel(), state.numel()])
-        left = self.times(a.view(shape), state)
-        F = F.view(state.shape)
+        Returns:
+            [rows, A and F]: the rows of the state, each behind its own A. Of a dense A [matrices, K, A and F]: one for
+            each head, or for some columns of each head where there are fewer heads than ``parts``.
+        """
+        a = self.factor(F)
+        if self.kind == "dense":
+            assert a is not None
+            heads, (K, V) = F.shape[:2].numel(), F.shape[2:]
+            blocks = next((n for n in range(1, V) if V % n == 0 and heads * n >= parts), max(V, 1))
+            columns = F.reshape(heads, K, blocks, -1).transpose(1, 2)
+            return torch.cat([a.reshape(heads, 1, K, K).expand(-1, blocks, -1, -1), columns], -1).flatten(0, 1)
+        if a is None:
+            a = F.new_ones([1] * F.dim())
+        by_number = KINDS[self.kind].by_number
+        if self.a is not None and self.a.dim() == F.dim() and not by_number:
+            a, F = a.unsqueeze(-1), F.unsqueeze(-1)
+        width = F.shape[-1] if by_number else 1
+        a = a.expand(*F.shape[:-1], width)
+        return torch.cat([a.reshape(-1, width), F.reshape(-1, F.shape[-1])], -1)
+
+    def unpacked(self, states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """The state of this shape whose rows or columns lie as F does in `packed`."""
+        if self.kind == "dense":
+            states = states.view(shape[:2].numel(), -1, shape[2], states.shape[-1]).transpose(1, 2)
+        return states.reshape(shape)
+
+    def in_packed(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A, F), views."""
+        width = packed.shape[-2] if self.kind == "dense" else 1
+        if KINDS[self.kind].by_number:
+            width = packed.shape[-1] // 2
+        return packed[..., :width], packed[..., width:]
+
+    def apply_packed(self, packed: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """`apply` of A and F, as `packed` gave them on any rank, to states that lie as F does."""
+        a, F = self.in_packed(packed)
+        left = self.times(a, states)
         return torch.maximum(left, F) if self.kind == "max-plus" else left + F
 
-    def _packed_shape(self, F: torch.Tensor) -> torch.Size:
-        a = self._shape(1, tuple(F.shape)) or F.shape[:2]
-        return torch.Size((*a, *[1] * (F.dim() - len(a))))
+    def compose_packed(self, packed: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+        """A and F of two stretches in a row, the second one first: (A2 A1, A2 F1 + F2)."""
+        (a, _), (before, F) = self.in_packed(packed), self.in_packed(earlier)
+        both = self.times(a, before)
+        # What the later one would make of an A through which nothing passes may not be finite.
+        if self.kind == "dense":
+            both = both.masked_fill((before == 0).all(-1).all(-1)[..., None, None], 0.0)
+        elif self.kind == "max-plus":
+            both = both.masked_fill(before == -torch.inf, -torch.inf)
+        else:
+            both = both.masked_fill(before == 0, 0.0)
+        return torch.cat([both, self.apply_packed(packed, F)], -1)

@@ -1,0 +1,195 @@
+"""The exclusive scan of (A, F) over ranks of several hosts, in which every network card carries its part.
+
+The ranks of one host stand next to each other in the sequence. The rows of the state, or the heads where A is dense,
+are cut into *shares*. One rank of each host owns a share, and the owners of the same share on all hosts stand at the
+same place in their hosts, so that each of them may use a network card of its own. For a share:
+
+1. Every rank of a host sends its (A, F) of the share to the owner there, which composes them in order.
+2. The owners of the share on all hosts scan what their hosts do, in log2(hosts) steps: with step d a host sends what
+   it and the d - 1 hosts before it do to the host d further on.
+3. The owner works out the states that enter the ranks of its host, and sends each rank its own.
+
+Large shares are cut into pieces. A piece is one step behind the piece before it, so that one piece travels between
+hosts while the next one is gathered inside them. All messages that may proceed together are one step, the same on all
+ranks: so a rank never waits for a message that its sender would start only later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from flexsp.comm.group import SequenceParallel
+from flexsp.comm.process_group import Call, Message
+from flexsp.comm.steps import Step, Steps
+from flexsp.scan.transitions import Transition
+
+__all__ = ["MOST_PIECES", "PIECE_BYTES", "hierarchical"]
+
+MOST_PIECES = 8
+PIECE_BYTES = 1 << 19  # of a piece of a share at least: a network card sends them in about the latency of a message
+
+
+class _Place(NamedTuple):
+    """Where this rank stands, in the direction of the scan.
+
+    Attributes:
+        local: the ranks of this host.
+        at: place of this host among the hosts.
+        owners: of each host, the ranks that own the shares.
+        share: that this rank owns, None where it owns none.
+    """
+
+    local: list[int]
+    at: int
+    owners: list[list[int]]
+    share: int | None
+
+    @classmethod
+    def of(cls, sp: SequenceParallel, reverse: bool) -> _Place:
+        ends = [sum(sp.hosts[: i + 1]) for i in range(len(sp.hosts))]
+        hosts = [list(range(end - n, end)) for end, n in zip(ends, sp.hosts, strict=True)]
+        shares = min(sp.hosts)
+        if reverse:
+            hosts.reverse()
+        at = next(i for i, host in enumerate(hosts) if sp.rank in host)
+        owners = [host[:shares] for host in hosts]
+        share = owners[at].index(sp.rank) if sp.rank in owners[at] else None
+        return cls(hosts[at][::-1] if reverse else hosts[at], at, owners, share)
+
+
+def hierarchical(
+    F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, call: Call
+) -> Steps[torch.Tensor]:
+    """The messages of this schedule, and the state that arrives."""
+    place, shares = _Place.of(sp, reverse), min(sp.hosts)
+    packed = transition.packed(F, shares)
+    pieces = min(MOST_PIECES, len(packed) // shares, packed.numel() * packed.element_size() // (shares * PIECE_BYTES))
+    parts = packed.tensor_split(shares * max(pieces, 1))
+    runs = [
+        _piece(parts[i : i + shares], transition, sp.rank, place, call)
+        for i in range(0, len(parts), shares)
+    ]  # fmt: skip
+    arrived = yield from _one_behind_another(runs)
+    if place.at == 0 and sp.rank == place.local[0]:
+        return call.end(torch.full_like(F, transition.neutral))
+    return call.end(transition.unpacked(torch.cat(arrived), F.shape))
+
+
+def _one_behind_another(runs: Sequence[Steps[torch.Tensor]]) -> Steps[list[torch.Tensor]]:
+    """Generators side by side, each one step behind the one before it; what they start together is one step."""
+    results = [torch.empty(0)] * len(runs)
+    running: dict[int, Steps[torch.Tensor]] = {}
+    sent: list[Message] = []
+    for tick in range(1 << 30):
+        if tick < len(runs):
+            running[tick] = runs[tick]
+        if not running:
+            break
+        messages: list[Message] = []
+        until: list[Message] = []
+        for i, run in list(running.items()):
+            try:
+                step = next(run)
+            except StopIteration as end:
+                results[i] = end.value
+                del running[i]
+            else:
+                assert isinstance(step, Step)
+                messages += step.messages
+                until += step.until
+        if messages:
+            yield Step(tuple(messages), tuple(until))
+            sent += [message for message in messages if message.op == "send"]
+    yield Step(until=tuple(sent))
+    return results
+
+
+def _piece(
+    mine: Sequence[torch.Tensor], transition: Transition, rank: int, place: _Place, call: Call
+) -> Steps[torch.Tensor]:
+    """One piece of every share; ``mine`` is what this rank does to them, packed. As many steps on every rank.
+
+    Returns the states of all shares that enter this rank; nothing on the first rank of all.
+    """
+    local, owners = place.local, place.owners[place.at]
+    own = None if place.share is None else mine[place.share]
+    others = [(part, owner) for part, owner in zip(mine, owners, strict=True) if owner != rank]
+    # To the owners
+    peers = [] if own is None else [r for r in local if r != rank]
+    arrived = yield from _exchange(call, others, [(own, r) for r in peers if own is not None])
+    upto: list[torch.Tensor] = []  # what the ranks of the host up to each one do, packed
+    if own is not None:
+        parts = dict(zip(peers, arrived, strict=True)) | {rank: own}
+        for r in local:
+            upto.append(transition.compose_packed(parts[r], upto[-1]) if upto else parts[r])
+    entering = yield from _between_hosts(upto[-1] if upto else None, transition, place, call)
+    # From the owners
+    first = local[0] if place.at == 0 else None
+    states: dict[int, torch.Tensor] = {}
+    if own is not None:
+        if entering is None:
+            after = [transition.in_packed(x)[1] for x in upto[:-1]]
+        else:
+            states[local[0]] = entering
+            after = [*transition.apply_packed(torch.stack(upto[:-1]), entering)] if len(local) > 1 else []
+        states |= zip(local[1:], after, strict=True)
+    leaving = [(state, r) for r, state in states.items() if r != rank]
+    wanted = [] if rank == first else [(transition.in_packed(part)[1], owner) for part, owner in others]
+    arrived = yield from _exchange(call, leaving, wanted)
+    if rank == first:
+        return mine[0]
+    found = dict(zip([owner for _, owner in others], arrived, strict=True))
+    return torch.cat([states[rank] if owner == rank else found[owner] for owner in owners])
+
+
+def _between_hosts(
+    through: torch.Tensor | None, transition: Transition, place: _Place, call: Call
+) -> Steps[torch.Tensor | None]:
+    """The state that enters this host, of the share that this rank owns: None on the first host, and without a share.
+
+    ``through`` is what the host does, packed; None without a share.
+    """
+    at, hosts = place.at, len(place.owners)
+    leaving: torch.Tensor | None = None  # once nothing is missing before it, the state that leaves this host
+    before: torch.Tensor | None = None  # what the hosts before this one do that have been heard of
+    entering: torch.Tensor | None = None
+    if through is not None and at == 0:
+        leaving = transition.in_packed(through)[1]
+    for step in range((hosts - 1).bit_length()):
+        d = 1 << step
+        sends, receives = [], []
+        if through is not None and place.share is not None:
+            state = transition.in_packed(through)[1]
+            if at + d < hosts:
+                sends = [(through if leaving is None else leaving, place.owners[at + d][place.share])]
+            if at >= d:
+                receives = [(state if at < 2 * d else through, place.owners[at - d][place.share])]
+        arrived = yield from _exchange(call, sends, receives)
+        if not arrived or through is None:
+            continue
+        sends_again = at + 2 * d < hosts
+        if at < 2 * d:
+            if sends_again:
+                leaving = transition.apply_packed(through, arrived[0])
+            entering = arrived[0] if before is None else transition.apply_packed(before, arrived[0])
+        else:
+            if sends_again:
+                through = transition.compose_packed(through, arrived[0])
+            before = arrived[0] if before is None else transition.compose_packed(before, arrived[0])
+    return entering
+
+
+def _exchange(
+    call: Call, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+) -> Steps[list[torch.Tensor]]:
+    """One step: tensors to ranks, and from ranks what looks like these tensors. Nothing is sent of empty ones."""
+    leaving = tuple(Message("send", call.sealed(x), peer) for x, peer in sends if x.numel())
+    arriving = [Message("recv", call.buffer(like), peer) for like, peer in receives]
+    until = tuple(m for m, (like, _) in zip(arriving, receives, strict=True) if like.numel())
+    yield Step((*leaving, *until), until)
+    for message in until:
+        call.look_at(message.buffer, message.peer)
+    return [call.data(message.buffer, like) for message, (like, _) in zip(arriving, receives, strict=True)]

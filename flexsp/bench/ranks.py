@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Aligned", "SCHEDULES", "open_schedules", "split_schedule"]
 
-SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
+SCHEDULES = ("chain", "serial", "pipelined", "all_gather", "hierarchical")
 # Enough for the host to enqueue a whole forward + backward while the device waits.
 AHEAD_MS = 1.5
 

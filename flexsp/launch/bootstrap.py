@@ -6,9 +6,12 @@ torchrun's; LOCAL_RANK chooses the CUDA device.
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +47,8 @@ def init_sequence_parallel(
             "auto". On CUDA that is "peer" if every rank's memory can be mapped here, else "put", and "process_group"
             if there is no symmetric memory. On the CPU it is "process_group".
         heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
-        schedule: "chain" (default), or a baseline: "serial", "pipelined", "all_gather".
+        schedule: "chain" (default); "hierarchical", for many hosts, which torch.distributed sends whatever the transport;
+            or a baseline: "serial", "pipelined", "all_gather".
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
             compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
@@ -60,13 +64,13 @@ def init_sequence_parallel(
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
     heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
     where = _device(device)
-    check_calls = checks_wanted()
+    check_calls, per_host = checks_wanted(), _ranks_per_host()
     try:
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
             return SequenceParallel(device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls)
-        settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls)
-        everyone = _agree(_members(group), settings)
+        settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls, per_host)
+        everyone, machines = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
         if cpu_group is not None:  # without it a rank might go on and exit while others still connect to it
             dist.barrier(group=cpu_group)
@@ -84,6 +88,7 @@ def init_sequence_parallel(
     sp = SequenceParallel(
         rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
         cpu_group=cpu_group, device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls,
+        hosts=_hosts([machines[r] for r in ranks], per_host),
     )  # fmt: skip
     if max(len(members) for members in everyone) > 1:
         _attach_heap(sp, transport, heap_mib)
@@ -108,6 +113,26 @@ def _positive(name: str, given: float | None, variable: str, default: float) -> 
     if not 0 < value < float("inf"):
         raise ValueError(f"{name if given is not None else variable}: expected a number > 0, got {raw!r}")
     return value
+
+
+def _ranks_per_host() -> int | None:
+    given = os.environ.get("FLEXSP_RANKS_PER_HOST", "")
+    if given and not (given.isdecimal() and int(given)):
+        raise ValueError(f"FLEXSP_RANKS_PER_HOST: expected an integer > 0 or nothing, got {given!r}")
+    return int(given) if given else None
+
+
+def _machine() -> str:
+    """A text that the ranks of one host share: its name and its start, as two hosts may have one name."""
+    start = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {start.read_text().strip() if start.exists() else ''}"
+
+
+def _hosts(machines: list[str], per_host: int | None) -> list[int]:
+    """How many ranks stand on each host, where these are the hosts of the ranks or each has so many."""
+    if per_host is not None:
+        return [min(per_host, len(machines) - start) for start in range(0, len(machines), per_host)]
+    return [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -148,16 +173,16 @@ def _members(group: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
     return ranks
 
 
-def _agree(ranks: list[int], settings: tuple[Any, ...]) -> list[list[int]]:
-    """The member list of every rank of the world, once all ranks are seen to want the same thing."""
+def _agree(ranks: list[int], settings: tuple[Any, ...]) -> tuple[list[list[int]], list[str]]:
+    """The member list and the host of every rank of the world, once all ranks are seen to want the same thing."""
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (ranks, settings))
+    dist.all_gather_object(rows, (ranks, settings, _machine()))
     me = dist.get_rank()
-    for peer, (theirs, their_settings) in enumerate(rows):
+    for peer, (theirs, their_settings, _) in enumerate(rows):
         if their_settings != settings or (peer in ranks and theirs != ranks):
             ours = f"init_sequence_parallel on ranks {ranks} with {settings}"
             raise PeerMismatch(me, peer, ours, f"it on ranks {theirs} with {their_settings}")
-    return [row[0] for row in rows]
+    return [row[0] for row in rows], [row[2] for row in rows]
 
 
 def _make_groups(

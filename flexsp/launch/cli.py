@@ -22,7 +22,7 @@ OPS = (
     "delta_rule", "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product",
     "hgrn", "mlstm", "rwkv7", "mamba", "mamba3", "attention",
 )  # fmt: skip
-SCHEDULES = ("chain", "serial", "pipelined", "all_gather")
+SCHEDULES = ("chain", "serial", "pipelined", "all_gather", "hierarchical")
 PEERS = ("fla", "flashqla", "torch")
 LIBRARIES = ("fla", "flashqla", "mamba_ssm", "mlstm_kernels", "cudnn")
 GATES = ("mild", "initialised", "bounded", "unbounded", "none")

@@ -433,6 +433,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt", default="def ", type=os.fsencode, help="what the sample starts from (default: 'def ')")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: CUDA where there is some")
     add("--transport", default="auto", help="how the states travel (default: auto, see init_sequence_parallel)")
+    add("--schedule", default="chain", help="in which order; hierarchical for many hosts (default: chain)")
     options = parser.parse_args(argv)
     for name, least in (("steps", 1), ("eval_windows", 1), ("sample", 1)):
         if getattr(options, name) is not None and getattr(options, name) < least:
@@ -452,7 +453,7 @@ def start_ranks(options: argparse.Namespace) -> flexsp.SequenceParallel:
         raise UserError("--device cuda: expected a CUDA device, torch finds none")
     device = None if options.device == "auto" else options.device
     try:
-        return flexsp.init_sequence_parallel(transport=options.transport, device=device)
+        return flexsp.init_sequence_parallel(transport=options.transport, schedule=options.schedule, device=device)
     except (ValueError, NotAvailable) as error:
         raise UserError(str(error)) from error
 

@@ -23,7 +23,10 @@ TRUTH = {
     "serial": Cost("serial", 10.0, 20.0, BYTE, MEMORY),
     "pipelined": Cost("pipelined", 0.0, 10.0, BYTE, MEMORY, 3.0),
     "all_gather": Cost("all_gather", 40.0, 10.0, BYTE, MEMORY),
+    "hierarchical": Cost("hierarchical", 20.0, 10.0, BYTE, MEMORY),
 }
+MEASURED = SCHEDULES[:4]  # in the files
+FAR = {"network_latency": 15.0, "network_byte": 2e-5}  # 50 GB/s
 
 
 @pytest.mark.parametrize(
@@ -40,10 +43,50 @@ TRUTH = {
         ("pipelined", 8_000_000, 3, 1, 9 * (10 + 5) + 8 * 3 + 6),
         ("pipelined", 8_000_000, 4, 1, 10 * (10 + 5) + 9 * 3 + 6),
         ("all_gather", 1_000_000, 8, 4, 40 + 7 * 10 + 8 * 5 + 3),
+        # on one host: to the owners and back, in one piece of 125,000 bytes, and in eight of 524,288 each
+        ("hierarchical", 1_000_000, 8, 4, 20 + 2 * 10 + 2 * 7 / 8 * 5 + 3),
+        ("hierarchical", 32 << 20, 8, 1, 20 + 9 * 10 + (2 * 7 / 8 * BYTE + 3 * MEMORY) * (32 << 20)),
     ],
 )
 def test_forms_by_hand(name: str, nbytes: int, ranks: int, segments: int, us: float) -> None:
     assert replace(TRUTH[name.partition(":")[0]], name=name).us(nbytes, ranks, segments) == pytest.approx(us, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "per_host", "us"),
+    [
+        # 6 ranks. A piece of 1,000,000 bytes takes 5 us inside a host, 20 us between two
+        ("chain", 1_000_000, 3, 5 + 5 * 4 + 15 + 4 * 2**14 * BYTE + 20 + 61.03515625 * 5 * 0.001 + 0.5),
+        ("serial", 1_000_000, 3, 10 + 5 * 20 + 15 + 4 * 5 + 20 + 0.75),
+        ("serial", 1_000_000, 1, 10 + 5 * 20 + 5 * 15 + 5 * 20 + 0.75),
+        ("pipelined", 8_000_000, 3, 12 * 10 + 15 + 4 * 5 + 8 * 20 + 11 * 3 + 6),
+        ("all_gather", 1_000_000, 3, 40 + 5 * 10 + 15 + 6 * 5 + 20 + 0.75),
+        ("hierarchical", 1_000_000, 3, 20 + 3 * 10 + 15 + 2 * 2 / 3 * 5 + 20 / 3 + 0.75),
+        ("hierarchical", 1_000_000, 2, 20 + 4 * 10 + 2 * 15 + 2 * 1 / 2 * 5 + 2 * 20 / 2 + 0.75),
+        ("hierarchical", 500_000, 1, 20 + 3 * 10 + 3 * 15 + 3 * 10 + 0.375),
+        # two pieces a share: a step more, each of half the bytes
+        ("hierarchical", 3 << 20, 3, 20 + 4 * 10 + 2 * 15 + (4 / 3 * BYTE + 2 * 2e-5 / 6 + 3 * MEMORY) * (3 << 20)),
+    ],
+)  # fmt: skip
+def test_forms_of_several_hosts_by_hand(name: str, nbytes: int, per_host: int, us: float) -> None:
+    assert replace(TRUTH[name], per_host=per_host, **FAR).us(nbytes, 6) == pytest.approx(us, rel=1e-12)
+
+
+def test_the_network_costs_nothing_on_one_host() -> None:
+    for name, truth in TRUTH.items():
+        for per_host in (None, 4, 9):
+            assert replace(truth, per_host=per_host, **FAR).us(1 << 20, 4) == truth.us(1 << 20, 4), name
+    with pytest.raises(ValueError, match="per_host: expected at least 1, got 0"):
+        replace(TRUTH["chain"], per_host=0).us(1 << 20, 4)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "in_kernel", "name"),
+    [([8], True, "chain"), ([64], False, "chain"), ([8, 8], True, "chain"), ([8, 8], False, "hierarchical"),
+     ([8] * 16, True, "hierarchical"), ([1, 1], False, "chain"), ([2, 2, 1], True, "chain")],
+)  # fmt: skip
+def test_the_quicker_schedule(hosts: list[int], in_kernel: bool, name: str) -> None:
+    assert cost.quicker(hosts, in_kernel) == name
 
 
 @pytest.mark.parametrize(("mib", "ranks", "us"), [(2, 4, 11), (2, 8, 20), (2, 64, 134), (2, 1024, 2093), (8, 8, 35)])
@@ -127,7 +170,7 @@ def test_a_chain_of_torch_messages_costs_what_serial_does() -> None:
     results = [record.load(path) for path in FILES]
     for result in results:
         result["transports"]["chain"] = "process_group"
-    assert {key[0] for key in predict.exchanges(results)} == {"chain:process_group", *SCHEDULES[1:]}
+    assert {key[0] for key in predict.exchanges(results)} == {"chain:process_group", *MEASURED[1:]}
 
 
 def _doubled() -> dict[str, Any]:
@@ -164,7 +207,7 @@ def test_prediction_from_the_real_files() -> None:
 
 def test_the_model_fits_the_real_files() -> None:
     fits = predict.fit_exchanges(predict.exchanges([record.load(path) for path in FILES]), [2, 4])
-    assert set(fits) == set(SCHEDULES)
+    assert set(fits) == set(MEASURED)
     for name, one in fits.items():
         assert len(one.measurements) == 8 and one.worst < 0.025, name
         assert 3500 < one.cost.memory_gb_s < 4500, name  # a copy reaches 4300

@@ -25,6 +25,7 @@ from flexsp.comm.transport import transports
 from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout, checks_wanted, kernels_on_cpu
 from flexsp.launch import bootstrap
 from flexsp.launch.bootstrap import init_sequence_parallel
+from flexsp.scan.schedules import SCHEDULES
 from flexsp.testing import RankFailure, run_ranks
 
 LENGTHS = [[3, 0, 5, 1], [0, 0, 0, 2], [2, 2, 2, 2], [0, 0, 0, 0]]
@@ -292,7 +293,7 @@ def test_lengths_that_never_come() -> None:
 def test_names_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"transport: expected one of auto, {', '.join(transports())}, got 'ib'"):
         init_sequence_parallel(transport="ib")
-    with pytest.raises(ValueError, match="schedule: expected one of chain, serial, pipelined, all_gather, got 'ring'"):
+    with pytest.raises(ValueError, match=f"schedule: expected one of {', '.join(SCHEDULES)}, auto, got 'ring'"):
         init_sequence_parallel(schedule="ring")
     with pytest.raises(ValueError, match="timeout_s: expected a number > 0, got 0"):
         init_sequence_parallel(timeout_s=0)

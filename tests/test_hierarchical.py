@@ -14,8 +14,10 @@ from flexsp.comm import process_group
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.process_group import Message
 from flexsp.exceptions import FlexspError, PeerMismatch, PeerTimeout
+from flexsp.launch import bootstrap
 from flexsp.launch.bootstrap import _hosts, init_sequence_parallel
 from flexsp.scan import hierarchical
+from flexsp.scan.relay import Relay
 from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.scan.transitions import KINDS, Transition
 from flexsp.testing import RankFailure, run_ranks
@@ -27,6 +29,14 @@ Given = list[tuple[torch.Tensor, Transition]]
 HOSTS = [(2, 2), (4, 4), (2, 2, 2), (3, 2), (2, 3), (1, 3), (3,), (1, 1, 1, 1, 1), (3, 2, 4, 2, 3, 2, 2), (2,) * 9]
 SHAPES = [(2, 3, 4, 5), (1, 1, 2, 3), (1, 5, 8, 6), (1, 4, 3), (2, 3), (2, 1, 2, 2, 3)]
 COMPOSE = [name for name, kind in KINDS.items() if kind.adjoint is not None]
+
+
+def shapes_of(kind: str) -> list[tuple[int, ...]]:
+    return [
+        shape
+        for shape in SHAPES
+        if len(shape) == 4 or (kind != "dense" and len(shape) > (2 if kind == "vector" else 1))
+    ]
 
 
 def draw(kind: str, shape: tuple[int, ...], ranks: int) -> Given:
@@ -69,8 +79,8 @@ def check(kind: str, shape: tuple[int, ...], hosts: tuple[int, ...], schedule: s
 
 @pytest.mark.parametrize("kind", COMPOSE)
 def test_what_arrives(kind: str, small_pieces: None) -> None:
-    """Over hosts of all numbers of ranks, in pieces, in both directions, in steps that wait for all of their messages."""
-    shapes = [shape for shape in SHAPES if (kind != "dense" or len(shape) == 4) and (kind != "vector" or len(shape) > 2)]
+    """Over hosts of all sizes, in pieces, in both directions, in steps that wait for all of their messages."""
+    shapes = shapes_of(kind)
     for i, hosts in enumerate(HOSTS):
         check(kind, shapes[i % len(shapes)], hosts)
 
@@ -80,9 +90,7 @@ def test_what_arrives(kind: str, small_pieces: None) -> None:
 @pytest.mark.parametrize("nbytes", [1, 100, 1 << 19])
 def test_what_arrives_in_all_shapes(kind: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", nbytes)
-    for shape in SHAPES:
-        if (kind == "dense" and len(shape) != 4) or (kind == "vector" and len(shape) < 3):
-            continue
+    for shape in shapes_of(kind):
         for hosts in HOSTS:
             check(kind, shape, hosts)
 
@@ -110,8 +118,11 @@ def test_what_is_not_finite_stays_before_a_cut(small_pieces: None) -> None:
 # Messages -----------------------------------------------------------------------------------------------------------
 
 
-def between(hosts: tuple[int, ...], sent: list[tuple[int, Message]]) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
-    """((host, place), (host, place), bytes) of messages from host to host."""
+Placed = tuple[int, int]  # host, place on it
+
+
+def between(hosts: tuple[int, ...], sent: list[tuple[int, Message]]) -> list[tuple[Placed, Placed, int]]:
+    """(from, to, bytes) of messages from host to host."""
     place = [(host, i) for host, ranks in enumerate(hosts) for i in range(ranks)]
     moved = [(place[r], place[m.peer], m.buffer.numel() * m.buffer.element_size()) for r, m in sent]
     return [row for row in moved if row[0][0] != row[1][0]]
@@ -135,7 +146,7 @@ def test_every_network_card_carries_its_part(hosts: tuple[int, ...]) -> None:
     from_first = [nbytes for source, _, nbytes in crossing if source[0] == 0]
     assert sum(from_first) == size * len([d for d in (1, 2, 4, 8) if d < len(hosts)])  # states alone, without A
     inside = len(sent) - len(crossing)
-    assert inside == sum(2 * n * shares - 2 * shares for n in hosts) - shares + (0 < shares)  # none to the first rank
+    assert inside == sum(2 * n * shares - 2 * shares for n in hosts) - (shares - 1)  # none to the first rank
 
 
 def test_small_states_are_in_one_piece_and_large_ones_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +159,7 @@ def test_small_states_are_in_one_piece_and_large_ones_in_several(monkeypatch: py
 
 
 def test_pieces_are_under_way_together(small_pieces: None) -> None:
-    """The last piece is gathered before the first one has arrived everywhere: each is one step behind the one before."""
+    """The last piece is gathered after the first one is between hosts: each is one step behind the one before."""
     kinds = []
     _, sent = incoming_states(groups((2, 2)), draw("none", (1, 8, 16, 32), 4))
     for r, message in sent:
@@ -296,20 +307,36 @@ def test_ranks_per_host_that_are_refused(word: str, monkeypatch: pytest.MonkeyPa
 
 
 def _opened(sp: SequenceParallel, words: list[str]) -> Any:
-    """Hosts as they are found here, and as the variable says, or the error."""
+    """Hosts as they are found here, and hosts and schedule as the variable says, or the error."""
     os.environ["FLEXSP_RANKS_PER_HOST"] = words[sp.rank]
+    quicker, bootstrap.quicker = bootstrap.quicker, lambda *given: "hierarchical" if given == ([3, 1], False) else ""
     try:
-        made = init_sequence_parallel()
+        made = init_sequence_parallel(schedule="auto")
     except PeerMismatch as error:
         return sp.hosts, error
     finally:
         del os.environ["FLEXSP_RANKS_PER_HOST"]
+        bootstrap.quicker = quicker
+    given = draw("scalar", (1, 2, 3, 4), 4)
+    made.gather(incoming_state(*given[sp.rank], made))
     made.close()
-    return sp.hosts, made.hosts
+    return sp.hosts, made.hosts, made.schedule
 
 
 def test_hosts_are_found_or_given() -> None:
-    assert run_ranks(_opened, 4, ["3"] * 4, whole_world=True) == [([4], [3, 1])] * 4
+    assert run_ranks(_opened, 4, ["3"] * 4, whole_world=True) == [([4], [3, 1], "hierarchical")] * 4
     answers = run_ranks(_opened, 4, ["2", "2", "2", ""], whole_world=True)
     assert all(isinstance(error, PeerMismatch) for _, error in answers)
     assert [error.peer for _, error in answers] == [3, 3, 3, 0]
+
+
+def test_auto_is_the_chain_on_one_rank() -> None:
+    assert init_sequence_parallel(schedule="auto").schedule == "chain"
+
+
+def test_a_recurrence_that_does_not_compose_is_refused() -> None:
+    sp = SequenceParallel(world_size=4, hosts=(2, 2), schedule="hierarchical")
+    with pytest.raises(ValueError, match="schedule: expected chain or serial for a variant .* got 'hierarchical'"):
+        Relay(sp, sp.anchor)
+    with pytest.raises(ValueError, match="transition: expected one that composes, got 'sequential'"):
+        incoming_state(torch.zeros(1, 1, 2), Transition("sequential"), sp)

@@ -140,6 +140,16 @@ def test_two_hosts_in_network_namespaces(one_rank: Path, ranks: int) -> None:
     check(one_rank, f"hosts of {ranks}", 2 * ranks)
 
 
+@pytest.mark.slow
+def test_two_hosts_by_shares_of_the_state(one_rank: Path) -> None:
+    """Two ranks a host: each sends its share of the state to the other host."""
+    with two_namespaces() as hosts:
+        command = [str(CONFIGS / "two_hosts.sh"), "2", *options(one_rank, "shares"), "--schedule", "hierarchical"]
+        meet = {"RENDEZVOUS": "192.0.2.1:29500", "FLEXSP_RANKS_PER_HOST": "2"}  # both have the name of this host
+        run_together([[*inside, *command] for inside, _ in hosts], [environment | meet for _, environment in hosts])
+    check(one_rank, "shares", 4)
+
+
 # ---------------------------------------------------------------- SLURM and GPUs, as far as they go without either
 
 

@@ -11,7 +11,9 @@ from flexsp.bench.record import case_of, load_kind
 
 __all__ = ["run", "weak_scaling"]
 
-_COLORS = {"chain": "#1b6ca8", "serial": "#9a9a9a", "pipelined": "#c98b2b", "all_gather": "#b3446c", "hierarchical": "#3c8d5a"}
+_COLORS = {
+    "chain": "#1b6ca8", "serial": "#9a9a9a", "pipelined": "#c98b2b", "all_gather": "#b3446c", "hierarchical": "#3c8d5a",
+}  # fmt: skip
 _TITLES = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 
 

@@ -296,6 +296,7 @@ def _empty_result(args: argparse.Namespace, first: SequenceParallel, sps: dict[s
         "method": "every run starts after an all-reduce of one number on the stream, host running ahead; ms is the "
         "slowest rank's of each run; T1 is the slowest rank's median with sp=False in the same loop",
         "transports": {name: sp.transport for name, sp in sps.items()},
+        "hosts": first.hosts,
         "rows": [],
         "states": [],
     }

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.comm.transport import PROCESS_GROUP, transport_of, transports
+from flexsp.comm.transport import PROCESS_GROUP, in_kernel, transport_of, transports
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
+from flexsp.scan.cost import quicker
 from flexsp.scan.schedules import SCHEDULES
 
 __all__ = ["init_sequence_parallel"]
@@ -47,8 +48,9 @@ def init_sequence_parallel(
             "auto". On CUDA that is "peer" if every rank's memory can be mapped here, else "put", and "process_group"
             if there is no symmetric memory. On the CPU it is "process_group".
         heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
-        schedule: "chain" (default); "hierarchical", for many hosts, which torch.distributed sends whatever the transport;
-            or a baseline: "serial", "pipelined", "all_gather".
+        schedule: "chain" (default); "hierarchical", for many hosts, by torch.distributed in any case; "auto",
+            that one of the two which `flexsp.scan.cost` expects to be quicker, on one host always "chain"; or a
+            baseline: "serial", "pipelined", "all_gather".
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
             compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
@@ -60,7 +62,7 @@ def init_sequence_parallel(
     """
     schedule = "chain" if schedule is None else schedule
     _choice("transport", transport, ("auto", *transports()))
-    _choice("schedule", schedule, SCHEDULES)
+    _choice("schedule", schedule, (*SCHEDULES, "auto"))
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
     heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
     where = _device(device)
@@ -68,7 +70,8 @@ def init_sequence_parallel(
     try:
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
-            return SequenceParallel(device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls)
+            alone = "chain" if schedule == "auto" else schedule
+            return SequenceParallel(device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls)
         settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls, per_host)
         everyone, machines = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
@@ -87,11 +90,13 @@ def init_sequence_parallel(
     ranks = everyone[dist.get_rank()]
     sp = SequenceParallel(
         rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
-        cpu_group=cpu_group, device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls,
-        hosts=_hosts([machines[r] for r in ranks], per_host),
+        cpu_group=cpu_group, device=where, schedule="chain" if schedule == "auto" else schedule, timeout_s=timeout_s,
+        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host),
     )  # fmt: skip
     if max(len(members) for members in everyone) > 1:
         _attach_heap(sp, transport, heap_mib)
+    if schedule == "auto":
+        sp.schedule = quicker(sp.hosts, in_kernel(sp))
     if where.type == "cuda" and data_group is not None:
         # NCCL builds its communicator here, while all ranks are present. If a first send built it, that send would wait
         # for ranks that have no part in it.

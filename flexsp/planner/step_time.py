@@ -7,6 +7,7 @@ from flexsp.planner.measured import SEGMENTS, fitted, is_measured, op_times, wor
 from flexsp.planner.memory import exchange_of, key_heads_of_rank, numbers_of_rank
 from flexsp.planner.model import Layer, LinearMixer, ModelSizes, SoftmaxMixer
 from flexsp.planner.setup import DTYPES, Kind, Part, Setup, Split
+from flexsp.scan.cost import NETWORK_LATENCY_US
 
 __all__ = ["attention_flops", "exposed", "operator_times", "step_flops", "time_parts"]
 
@@ -27,8 +28,6 @@ often because transformers runs norms, gates, rotations and experts' routing one
 float32."""
 LOGIT_BYTES = 36
 """Bytes of memory traffic of a logit: made twice and summed in float32, its gradient once."""
-NETWORK_LATENCY_US = 20.0
-"""Of a message between hosts. Assumed."""
 
 
 def _ms(flops: float, setup: Setup, efficiency: float) -> float:

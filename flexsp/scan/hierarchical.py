@@ -26,10 +26,15 @@ from flexsp.comm.process_group import Call, Message
 from flexsp.comm.steps import Step, Steps
 from flexsp.scan.transitions import Transition
 
-__all__ = ["MOST_PIECES", "PIECE_BYTES", "hierarchical"]
+__all__ = ["MOST_PIECES", "PIECE_BYTES", "hierarchical", "pieces_of"]
 
 MOST_PIECES = 8
 PIECE_BYTES = 1 << 19  # of a piece of a share at least: a network card sends them in about the latency of a message
+
+
+def pieces_of(nbytes: float) -> int:
+    """How many pieces a share of so many bytes is cut into."""
+    return max(1, min(MOST_PIECES, int(nbytes // PIECE_BYTES)))
 
 
 class _Place(NamedTuple):
@@ -66,8 +71,8 @@ def hierarchical(
     """The messages of this schedule, and the state that arrives."""
     place, shares = _Place.of(sp, reverse), min(sp.hosts)
     packed = transition.packed(F, shares)
-    pieces = min(MOST_PIECES, len(packed) // shares, packed.numel() * packed.element_size() // (shares * PIECE_BYTES))
-    parts = packed.tensor_split(shares * max(pieces, 1))
+    pieces = min(pieces_of(packed.numel() * packed.element_size() / shares), max(1, len(packed) // shares))
+    parts = packed.tensor_split(shares * pieces)
     runs = [
         _piece(parts[i : i + shares], transition, sp.rank, place, call)
         for i in range(0, len(parts), shares)

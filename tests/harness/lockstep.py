@@ -16,7 +16,6 @@ from flexsp.scan.transitions import Transition
 __all__ = ["incoming_states", "run_in_step"]
 
 
-
 def run_in_step(ranks: list[Steps[Any]]) -> tuple[list[Any], list[tuple[int, Message]]]:
     """What the generators return, and all that was sent: (sender, message).
 

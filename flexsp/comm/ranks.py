@@ -75,7 +75,7 @@ class Ranks:
         self.device = torch.device(device)
         self.transport, self.schedule, self.heap = transport, schedule, heap
         self.timeout_s, self.check_calls = float(timeout_s), check_calls
-        self.hosts = [world_size] if hosts is None else list(hosts)
+        self.hosts = (world_size,) if hosts is None else tuple(hosts)
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.anchor = torch.zeros((), device=self.device, requires_grad=True)

@@ -133,11 +133,11 @@ def _machine() -> str:
     return f"{socket.gethostname()} {start.read_text().strip() if start.exists() else ''}"
 
 
-def _hosts(machines: list[str], per_host: int | None) -> list[int]:
+def _hosts(machines: list[str], per_host: int | None) -> tuple[int, ...]:
     """How many ranks stand on each host, where these are the hosts of the ranks or each has so many."""
     if per_host is not None:
-        return [min(per_host, len(machines) - start) for start in range(0, len(machines), per_host)]
-    return [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
+        return tuple(min(per_host, len(machines) - start) for start in range(0, len(machines), per_host))
+    return tuple(len(list(ranks)) for _, ranks in itertools.groupby(machines))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

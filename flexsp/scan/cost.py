@@ -27,6 +27,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -221,7 +222,7 @@ NETWORK_LATENCY_US = 20.0
 STATE_BYTES = 2 << 20  # of 32 heads of 128 x 128
 # Rounded from what was measured on H200s (flexsp/planner/measured.py): messages of torch.distributed as `serial` has
 # them, their bytes where many are under way as its all-gather does. That a network card has 50 GB/s is assumed.
-_NETWORK = {"network_latency": NETWORK_LATENCY_US, "network_byte": 1 / 50e3}
+_NETWORK: dict[str, Any] = {"network_latency": NETWORK_LATENCY_US, "network_byte": 1 / 50e3}
 _IN_KERNEL = Cost("chain", launch=5.0, latency=4.6, byte=1 / 207e3, **_NETWORK)
 _MESSAGES = Cost("chain:process_group", launch=23.0, latency=42.0, byte=1 / 112e3, **_NETWORK)
 _HIERARCHICAL = Cost("hierarchical", launch=23.0, latency=42.0, byte=1 / 189e3, **_NETWORK)

@@ -16,6 +16,9 @@ ranks: so a rank never waits for a message that its sender would start only late
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -38,45 +41,45 @@ def pieces_of(nbytes: float) -> int:
 
 
 class _Place(NamedTuple):
-    """Where this rank stands, in the direction of the scan.
+    """Where a rank stands, in the direction of the scan.
 
     Attributes:
         local: the ranks of this host.
         at: place of this host among the hosts.
-        owners: of each host, the ranks that own the shares.
+        starts: of each host, the lowest rank. The ranks from there on own the shares, one each.
+        shares: how many there are.
         share: that this rank owns, None where it owns none.
     """
 
     local: list[int]
     at: int
-    owners: list[list[int]]
+    starts: list[int]
+    shares: int
     share: int | None
 
-    @classmethod
-    def of(cls, sp: SequenceParallel, reverse: bool) -> _Place:
-        ends = [sum(sp.hosts[: i + 1]) for i in range(len(sp.hosts))]
-        hosts = [list(range(end - n, end)) for end, n in zip(ends, sp.hosts, strict=True)]
-        shares = min(sp.hosts)
-        if reverse:
-            hosts.reverse()
-        at = next(i for i, host in enumerate(hosts) if sp.rank in host)
-        owners = [host[:shares] for host in hosts]
-        share = owners[at].index(sp.rank) if sp.rank in owners[at] else None
-        return cls(hosts[at][::-1] if reverse else hosts[at], at, owners, share)
+
+@functools.lru_cache(maxsize=64)
+def _place(hosts: tuple[int, ...], rank: int, reverse: bool) -> _Place:
+    starts, shares = [0, *itertools.accumulate(hosts)], min(hosts)
+    at = bisect.bisect_right(starts, rank) - 1
+    local = list(range(starts[at], starts[at + 1]))
+    share = rank - starts[at] if rank - starts[at] < shares else None
+    if not reverse:
+        return _Place(local, at, starts[:-1], shares, share)
+    return _Place(local[::-1], len(hosts) - 1 - at, starts[-2::-1], shares, share)
 
 
 def hierarchical(
     F: torch.Tensor, transition: Transition, sp: SequenceParallel, reverse: bool, call: Call
 ) -> Steps[torch.Tensor]:
     """The messages of this schedule, and the state that arrives."""
-    place, shares = _Place.of(sp, reverse), min(sp.hosts)
+    place = _place(sp.hosts, sp.rank, reverse)
+    shares = place.shares
     packed = transition.packed(F, shares)
     pieces = min(pieces_of(packed.numel() * packed.element_size() / shares), max(1, len(packed) // shares))
     parts = packed.tensor_split(shares * pieces)
-    runs = [
-        _piece(parts[i : i + shares], transition, sp.rank, place, call)
-        for i in range(0, len(parts), shares)
-    ]  # fmt: skip
+    cuts = range(0, len(parts), shares)
+    runs = [_piece(parts[i : i + shares], transition, sp.rank, place, call) for i in cuts]
     arrived = yield from _one_behind_another(runs)
     if place.at == 0 and sp.rank == place.local[0]:
         return call.end(torch.full_like(F, transition.neutral))
@@ -119,7 +122,8 @@ def _piece(
 
     Returns the states of all shares that enter this rank; nothing on the first rank of all.
     """
-    local, owners = place.local, place.owners[place.at]
+    local, start = place.local, place.starts[place.at]
+    owners = range(start, start + place.shares)
     own = None if place.share is None else mine[place.share]
     others = [(part, owner) for part, owner in zip(mine, owners, strict=True) if owner != rank]
     # To the owners
@@ -157,7 +161,7 @@ def _between_hosts(
 
     ``through`` is what the host does, packed; None without a share.
     """
-    at, hosts = place.at, len(place.owners)
+    at, hosts = place.at, len(place.starts)
     leaving: torch.Tensor | None = None  # once nothing is missing before it, the state that leaves this host
     before: torch.Tensor | None = None  # what the hosts before this one do that have been heard of
     entering: torch.Tensor | None = None
@@ -169,9 +173,9 @@ def _between_hosts(
         if through is not None and place.share is not None:
             state = transition.in_packed(through)[1]
             if at + d < hosts:
-                sends = [(through if leaving is None else leaving, place.owners[at + d][place.share])]
+                sends = [(through if leaving is None else leaving, place.starts[at + d] + place.share)]
             if at >= d:
-                receives = [(state if at < 2 * d else through, place.owners[at - d][place.share])]
+                receives = [(state if at < 2 * d else through, place.starts[at - d] + place.share)]
         arrived = yield from _exchange(call, sends, receives)
         if not arrived or through is None:
             continue

@@ -259,6 +259,7 @@ class Call:
         self._peers: list[int] = []
         self._bad: torch.Tensor | None = None  # whether one of the first `_judged` was another's
         self._judged = 0
+        self._header: torch.Tensor | None = None  # of messages until another stamp comes in
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros to receive a message in."""
@@ -278,11 +279,13 @@ class Call:
         """The message with this tensor in it; once a wrong stamp has come in, it says so."""
         if not self.stamped:
             return data.contiguous()
-        # Not `stamp[0] = self.word`, which makes the host wait for the GPU.
-        stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)
-        if self._seen:
-            stamp.masked_fill_(self._wrong(), poison(self.sp.rank, self._peers[0]))
-        header, body = stamp.view(torch.uint8), data.resolve_conj().resolve_neg().contiguous()
+        if self._header is None:
+            # Not `stamp[0] = self.word`, which makes the host wait for the GPU.
+            stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)
+            if self._seen:
+                stamp.masked_fill_(self._wrong(), poison(self.sp.rank, self._peers[0]))
+            self._header = stamp.view(torch.uint8)
+        header, body = self._header, data.resolve_conj().resolve_neg().contiguous()
         body = body.view(-1).view(torch.uint8)
         return torch.cat([header, body, header[: -body.numel() % _HEADER]])  # of many ranks, each begins aligned
 
@@ -300,6 +303,7 @@ class Call:
         if self.stamped and peer != self.sp.rank:
             self._seen.append(buffer[:_HEADER].view(torch.int64)[:1])
             self._peers.append(peer)
+            self._header = None
 
     def compare_on_device(self, device: torch.device) -> None:
         """For collectives on CUDA: every rank's stamp to every rank, in a message of its own."""

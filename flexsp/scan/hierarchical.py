@@ -129,22 +129,18 @@ def _piece(
     # To the owners
     peers = [] if own is None else [r for r in local if r != rank]
     arrived = yield from _exchange(call, others, [(own, r) for r in peers if own is not None])
-    upto: list[torch.Tensor] = []  # what the ranks of the host up to each one do, packed
+    upto: torch.Tensor | None = None  # what the ranks of the host up to each one do, packed
     if own is not None:
         parts = dict(zip(peers, arrived, strict=True)) | {rank: own}
-        for r in local:
-            upto.append(transition.compose_packed(parts[r], upto[-1]) if upto else parts[r])
-    entering = yield from _between_hosts(upto[-1] if upto else None, transition, place, call)
+        upto = _running([parts[r] for r in local], transition)
+    entering = yield from _between_hosts(None if upto is None else upto[-1], transition, place, call)
     # From the owners
     first = local[0] if place.at == 0 else None
     states: dict[int, torch.Tensor] = {}
-    if own is not None:
-        if entering is None:
-            after = [transition.in_packed(x)[1] for x in upto[:-1]]
-        else:
-            states[local[0]] = entering
-            after = [*transition.apply_packed(torch.stack(upto[:-1]), entering)] if len(local) > 1 else []
-        states |= zip(local[1:], after, strict=True)
+    if upto is not None and entering is None:
+        states = dict(zip(local[1:], transition.in_packed(upto[:-1])[1], strict=True))
+    elif upto is not None and entering is not None:
+        states = dict(zip(local, [entering, *transition.apply_packed(upto[:-1], entering)], strict=True))
     leaving = [(state, r) for r, state in states.items() if r != rank]
     wanted = [] if rank == first else [(transition.in_packed(part)[1], owner) for part, owner in others]
     arrived = yield from _exchange(call, leaving, wanted)
@@ -152,6 +148,15 @@ def _piece(
         return mine[0]
     found = dict(zip([owner for _, owner in others], arrived, strict=True))
     return torch.cat([states[rank] if owner == rank else found[owner] for owner in owners])
+
+
+def _running(parts: Sequence[torch.Tensor], transition: Transition) -> torch.Tensor:
+    """What each of the parts and those before it do, [parts, ...]."""
+    upto, d = torch.stack([*parts]), 1
+    while d < len(parts):
+        upto = torch.cat([upto[:d], transition.compose_packed(upto[d:], upto[:-d])])
+        d *= 2
+    return upto
 
 
 def _between_hosts(

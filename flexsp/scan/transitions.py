@@ -84,7 +84,12 @@ def times(a: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 
 def _matmul(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
     """A S; nothing passes an A of zeros, not even what is not finite."""
-    return (A @ S).masked_fill((A == 0).all(-1).all(-1)[..., None, None], 0.0)
+    return (A @ S).masked_fill(_nothing_passes(A), 0.0)
+
+
+def _nothing_passes(A: torch.Tensor) -> torch.Tensor:
+    """Where a matrix is zeros, to be broadcast to it."""
+    return (A == 0).flatten(-2).all(-1)[..., None, None]
 
 
 def _like(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -271,13 +276,18 @@ class Transition(NamedTuple):
 
     def compose_packed(self, packed: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
         """A and F of two stretches in a row, the second one first: (A2 A1, A2 F1 + F2)."""
-        (a, _), (before, F) = self.in_packed(packed), self.in_packed(earlier)
-        both = self.times(a, before)
-        # What the later one would make of an A through which nothing passes may not be finite.
-        if self.kind == "dense":
-            both = both.masked_fill((before == 0).all(-1).all(-1)[..., None, None], 0.0)
-        elif self.kind == "max-plus":
-            both = both.masked_fill(before == -torch.inf, -torch.inf)
+        (a, F), (before, _) = self.in_packed(packed), self.in_packed(earlier)
+        if KINDS[self.kind].by_number:
+            both = self.times(a.unsqueeze(-2), earlier.unflatten(-1, (2, -1))).flatten(-2)
         else:
-            both = both.masked_fill(before == 0, 0.0)
-        return torch.cat([both, self.apply_packed(packed, F)], -1)
+            both = self.times(a, earlier)
+        through, state = self.in_packed(both)
+        # What the later one makes of an A through which nothing passes may not be finite.
+        if self.kind == "max-plus":
+            through.masked_fill_(before == -torch.inf, -torch.inf)
+            torch.maximum(state, F, out=state)
+            return both
+        closed = _nothing_passes(before) if self.kind == "dense" else before == 0
+        through.masked_fill_(closed, 0.0)
+        state.add_(F)
+        return both

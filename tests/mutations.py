@@ -32,6 +32,7 @@ _PROGRAMS = "tests/test_generated_programs.py::"
 _RANKS = "tests/test_compiler.py::test_ranks_equal_one_rank"
 _KIND = "tests/test_compiler.py::test_kind_is_read_from_the_graph"
 _HORIZON = "tests/test_horizon_generated.py::test_gates_of_all_kinds"
+_HOSTS = "tests/test_hierarchical.py::test_what_arrives"
 _SCALAR = "tests/test_scalar_decay.py::test_calls[simple_gla]"
 _MASKS = "tests/test_custom_mask.py::"
 _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
@@ -75,6 +76,43 @@ _SCAN = [
          "tests/test_cuts_between_ranks.py::test_the_decay_of_a_rank_that_cuts_has_no_gradient"),
         ("range(self.a.dim(), found.dim())", "range(self.a.dim() + 1, found.dim())", "a gate's gradient is not summed over K",
          "tests/test_exchange.py::test_gradients[2-chain]"),
+    ),
+    *_in(
+        "flexsp/scan/hierarchical.py",
+        ("(state if at < 2 * d else through, place", "(state if at < d else through, place", "a message meets another buffer", _HOSTS),
+        ("upto[d:], upto[:-d]", "upto[d:], upto[1 : 1 - d or None]", "ranks of a host are not composed in order", _HOSTS),
+        ("return _Place(local[::-1], ", "return _Place(local, ", "ranks of a host go backward in the other direction", _HOSTS),
+        ("compose_packed(before, arrived[0])", "compose_packed(arrived[0], before)", "hosts are not composed in order", _HOSTS),
+        ("at + 2 * d < hosts", "at + 2 * d < hosts - 1", "the last host hears of too few", _HOSTS),
+        ("hosts - 1).bit_length()", "hosts).bit_length() - 1", "a step between hosts is missing", _HOSTS),
+        ("            running[tick] = runs[tick]", "            running |= dict(enumerate(runs))",
+         "all pieces are gathered before one goes on", "tests/test_hierarchical.py::test_pieces_are_under_way_together"),
+        ("int(nbytes // PIECE_BYTES)", "MOST_PIECES", "small states are cut into pieces",
+         "tests/test_hierarchical.py::test_small_states_are_in_one_piece_and_large_ones_in_several"),
+        ("shares = [0, *itertools.accumulate(hosts)], min(hosts)", "shares = [0, *itertools.accumulate(hosts)], 1",
+         "one network card carries all", "tests/test_hierarchical.py::test_every_network_card_carries_its_part"),
+    ),
+    *_in(
+        "flexsp/scan/transitions.py",
+        ("through.masked_fill_(closed, 0.0)", "pass", "an infinite factor opens what is closed",
+         "tests/test_hierarchical.py::test_what_is_not_finite_stays_before_a_cut"),
+        ("through.masked_fill_(before == -torch.inf, -torch.inf)", "pass", "maxima pass documents with a shift of +inf",
+         "tests/test_hierarchical.py::test_shifts_that_are_not_finite_stay_before_a_cut"),
+        ("state.add_(F)", "pass", "what the later one adds is lost", _HOSTS),
+    ),
+    *_in(
+        "flexsp/scan/cost.py",
+        ("nbytes / (inside * pieces)", "nbytes / pieces", "one network card carries all",
+         "tests/test_cost.py::test_forms_of_several_hosts_by_hand"),
+        ("far * first + behind}", "far * nbytes}", "nothing flows between hosts",
+         "tests/test_cost.py::test_forms_of_several_hosts_by_hand"),
+    ),
+    *_in(
+        "flexsp/launch/bootstrap.py",
+        ("itertools.groupby(machines)", "itertools.groupby(sorted(machines))", "ranks that are no neighbours share a host",
+         "tests/test_hierarchical.py::test_hosts_of_ranks"),
+        ("check_calls, per_host)\n", "check_calls)\n", "ranks disagree about their hosts",
+         "tests/test_hierarchical.py::test_hosts_are_found_or_given"),
     ),
     *_in(
         "flexsp/scan/schedules.py",
@@ -517,7 +555,7 @@ _BETWEEN = [
          "tests/test_disagreement.py::test_check_mode_tells_backward_passes_in_another_order"),
         ('text += f", shards of {sp.lengths} tokens"', 'text += ""', "ranks cut the sequence differently",
          "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
-        ("stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)",
+        ("stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=tensors[0].device)",
          "stamp = torch.zeros(2, dtype=torch.int64); stamp[0] = self.word", "the host waits before it sends",
          "tests/test_host_waits.py::test_exchanges_do_not_wait"),
         ("stamp.masked_fill_(self._wrong()", "stamp.masked_fill_(stamp.ne(self.word)", "a wrong stamp is not reported on",

@@ -115,6 +115,16 @@ def test_what_is_not_finite_stays_before_a_cut(small_pieces: None) -> None:
         assert not any(state.isnan().any() for state in got[2:])
 
 
+def test_shifts_that_are_not_finite_stay_before_a_cut(small_pieces: None) -> None:
+    for hosts in HOSTS[:5]:
+        given = draw("max-plus", (1, 2, 4, 6), sum(hosts))
+        given[0][0].fill_(torch.inf)
+        given[1] = (given[1][0], Transition("max-plus", given[1][1].a, torch.ones(1)))
+        given[2][1].a[..., 0, 0] = torch.inf
+        got, _ = incoming_states(groups(hosts), given)
+        torch.testing.assert_close(got, fold(given, False), rtol=1e-11, atol=1e-11, equal_nan=True)
+
+
 # Messages -----------------------------------------------------------------------------------------------------------
 
 

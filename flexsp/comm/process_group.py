@@ -263,10 +263,15 @@ class Call:
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros to receive a message in."""
-        if not self.stamped:
-            return torch.zeros_like(like, memory_format=torch.contiguous_format)
-        nbytes = like.numel() * like.element_size()
-        return torch.zeros(_HEADER + nbytes + -nbytes % _HEADER, dtype=torch.uint8, device=like.device)
+        return self.buffers([like])[0]
+
+    def buffers(self, likes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Zeros to receive messages in, which are filled in one launch."""
+        if not self.stamped or not likes:
+            return [torch.zeros_like(like, memory_format=torch.contiguous_format) for like in likes]
+        sizes = [like.numel() * like.element_size() for like in likes]
+        sizes = [_HEADER + size + -size % _HEADER for size in sizes]
+        return torch.zeros(sum(sizes), dtype=torch.uint8, device=likes[0].device).split(sizes)
 
     def data(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The tensor in a message."""
@@ -277,17 +282,24 @@ class Call:
 
     def sealed(self, data: torch.Tensor) -> torch.Tensor:
         """The message with this tensor in it; once a wrong stamp has come in, it says so."""
-        if not self.stamped:
-            return data.contiguous()
+        return self.all_sealed([data])[0]
+
+    def all_sealed(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The messages with these tensors in them, which are written in one launch."""
+        if not self.stamped or not tensors:
+            return [data.contiguous() for data in tensors]
         if self._header is None:
             # Not `stamp[0] = self.word`, which makes the host wait for the GPU.
-            stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=data.device)
+            stamp = torch.full((_HEADER // 8,), self.word, dtype=torch.int64, device=tensors[0].device)
             if self._seen:
                 stamp.masked_fill_(self._wrong(), poison(self.sp.rank, self._peers[0]))
             self._header = stamp.view(torch.uint8)
-        header, body = self._header, data.resolve_conj().resolve_neg().contiguous()
-        body = body.view(-1).view(torch.uint8)
-        return torch.cat([header, body, header[: -body.numel() % _HEADER]])  # of many ranks, each begins aligned
+        header, parts, sizes = self._header, [], []
+        for data in tensors:
+            body = data.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            parts += [header, body, header[: -body.numel() % _HEADER]]  # of many messages, each begins aligned
+            sizes.append(sum(x.numel() for x in parts[-3:]))
+        return torch.cat(parts).split(sizes)
 
     def _wrong(self) -> torch.Tensor:
         """Whether a stamp that has come in was another's."""

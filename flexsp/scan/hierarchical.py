@@ -200,10 +200,12 @@ def _exchange(
     call: Call, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
 ) -> Steps[list[torch.Tensor]]:
     """One step: tensors to ranks, and from ranks what looks like these tensors. Nothing is sent of empty ones."""
-    leaving = tuple(Message("send", call.sealed(x), peer) for x, peer in sends if x.numel())
-    arriving = [Message("recv", call.buffer(like), peer) for like, peer in receives]
-    until = tuple(m for m, (like, _) in zip(arriving, receives, strict=True) if like.numel())
-    yield Step((*leaving, *until), until)
+    sends = [(x, peer) for x, peer in sends if x.numel()]
+    sealed = call.all_sealed([x for x, _ in sends])
+    leaving = [Message("send", message, peer) for message, (_, peer) in zip(sealed, sends, strict=True)]
+    buffers = call.buffers([like for like, _ in receives])
+    until = [Message("recv", x, peer) for x, (like, peer) in zip(buffers, receives, strict=True) if like.numel()]
+    yield Step((*leaving, *until), tuple(until))
     for message in until:
         call.look_at(message.buffer, message.peer)
-    return [call.data(message.buffer, like) for message, (like, _) in zip(arriving, receives, strict=True)]
+    return [call.data(buffer, like) for buffer, (like, _) in zip(buffers, receives, strict=True)]

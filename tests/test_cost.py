@@ -57,6 +57,7 @@ def test_forms_by_hand(name: str, nbytes: int, ranks: int, segments: int, us: fl
     [
         # 6 ranks. A piece of 1,000,000 bytes takes 5 us inside a host, 20 us between two
         ("chain", 1_000_000, 3, 5 + 5 * 4 + 15 + 4 * 2**14 * BYTE + 20 + 61.03515625 * 5 * 0.001 + 0.5),
+        ("chain", 1_000_000, 2, 5 + 5 * 4 + 2 * 15 + 3 * 2**14 * BYTE + 20 + 2**14 * 2e-5 + 61.03515625 * 0.005 + 0.5),
         ("serial", 1_000_000, 3, 10 + 5 * 20 + 15 + 4 * 5 + 20 + 0.75),
         ("serial", 1_000_000, 1, 10 + 5 * 20 + 5 * 15 + 5 * 20 + 0.75),
         ("pipelined", 8_000_000, 3, 12 * 10 + 15 + 4 * 5 + 8 * 20 + 11 * 3 + 6),

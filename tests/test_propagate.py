@@ -12,6 +12,7 @@ import triton.language as tl
 
 from flexsp.comm import signature, watchdog
 from flexsp.scan import neighbours
+from flexsp.scan.schedules import SCHEDULES
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import KINDS, ScanCall, fill_slots_with_nan, random_calls, scan_error, scan_oracle
 from tests.harness.interpreted import INTERPRETED
@@ -131,7 +132,7 @@ def test_what_flags_say() -> None:
         assert answers == [0, late, late, other, later, other, poison, poison + 1]
 
 
-@pytest.mark.parametrize("schedule", ["chain", "serial", "pipelined", "all_gather"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_process_group_schedules_use_the_same_kernel(schedule: str, seed: int) -> None:
     calls = random_calls(seed, 3, 12)
     errors = run_ranks(chain_errors, 3, calls, seed, schedule=schedule, env=INTERPRETED)

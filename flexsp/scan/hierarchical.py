@@ -88,10 +88,10 @@ def hierarchical(
 
 def _one_behind_another(runs: Sequence[Steps[torch.Tensor]]) -> Steps[list[torch.Tensor]]:
     """Generators side by side, each one step behind the one before it; what they start together is one step."""
-    results = [torch.empty(0)] * len(runs)
+    results: dict[int, torch.Tensor] = {}
     running: dict[int, Steps[torch.Tensor]] = {}
     sent: list[Message] = []
-    for tick in range(1 << 30):
+    for tick in itertools.count():
         if tick < len(runs):
             running[tick] = runs[tick]
         if not running:
@@ -112,7 +112,7 @@ def _one_behind_another(runs: Sequence[Steps[torch.Tensor]]) -> Steps[list[torch
             yield Step(tuple(messages), tuple(until))
             sent += [message for message in messages if message.op == "send"]
     yield Step(until=tuple(sent))
-    return results
+    return [results[i] for i in range(len(runs))]
 
 
 def _piece(

@@ -1,6 +1,7 @@
 """Sequence-parallel ops against one rank, over every transport. Run by torchrun, not by pytest:
 
     torchrun --standalone --nproc-per-node 4 tests/gpu/ranks_ops.py [--transports peer,put,process_group] [--only NAME]
+        [--schedule NAME]
 
 Every rank runs every check, which fails if it fails on any rank. Prints one line a check; exit status 1 if one failed.
 """
@@ -385,6 +386,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transports", default="peer,put,process_group")
     parser.add_argument("--only", default="", help="checks whose name contains this")
+    text = "of the groups; FLEXSP_RANKS_PER_HOST=2 makes two hosts of four GPUs for hierarchical"
+    parser.add_argument("--schedule", default="chain", help=text)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to test")
@@ -395,7 +398,7 @@ def main() -> int:
     failed = total = 0
     for transport in args.transports.split(","):
         try:
-            sp = init_sequence_parallel(transport=transport, timeout_s=LONG_S)
+            sp = init_sequence_parallel(transport=transport, schedule=args.schedule, timeout_s=LONG_S)
         except NotAvailable as error:
             if dist.get_rank() == 0:
                 print(f"  left out {transport}: {error}")

@@ -10,6 +10,7 @@ from tests.mutations_assembly import ASSEMBLY
 from tests.mutations_examples import EXAMPLES
 from tests.mutations_fla import FLA
 from tests.mutations_gates import GATES
+from tests.mutations_hosts import HOSTS
 from tests.mutations_kernels import KERNELS
 from tests.mutations_memory import MEMORY
 from tests.mutations_objectives import OBJECTIVES
@@ -32,7 +33,6 @@ _PROGRAMS = "tests/test_generated_programs.py::"
 _RANKS = "tests/test_compiler.py::test_ranks_equal_one_rank"
 _KIND = "tests/test_compiler.py::test_kind_is_read_from_the_graph"
 _HORIZON = "tests/test_horizon_generated.py::test_gates_of_all_kinds"
-_HOSTS = "tests/test_hierarchical.py::test_what_arrives"
 _SCALAR = "tests/test_scalar_decay.py::test_calls[simple_gla]"
 _MASKS = "tests/test_custom_mask.py::"
 _CALLS = "tests/test_kept_calls.py::test_what_tells_generated_calls_apart"
@@ -76,48 +76,6 @@ _SCAN = [
          "tests/test_cuts_between_ranks.py::test_the_decay_of_a_rank_that_cuts_has_no_gradient"),
         ("range(self.a.dim(), found.dim())", "range(self.a.dim() + 1, found.dim())", "a gate's gradient is not summed over K",
          "tests/test_exchange.py::test_gradients[2-chain]"),
-    ),
-    *_in(
-        "flexsp/scan/hierarchical.py",
-        ("(state if at < 2 * d else through, place", "(state if at < d else through, place", "a message meets another buffer", _HOSTS),
-        ("upto[d:], upto[:-d]", "upto[d:], upto[1 : 1 - d or None]", "ranks of a host are not composed in order", _HOSTS),
-        ("return _Place(local[::-1], ", "return _Place(local, ", "ranks of a host go backward in the other direction", _HOSTS),
-        ("compose_packed(before, arrived[0])", "compose_packed(arrived[0], before)", "hosts are not composed in order", _HOSTS),
-        ("at + 2 * d < hosts", "at + 2 * d < hosts - 1", "the last host hears of too few", _HOSTS),
-        ("hosts - 1).bit_length()", "hosts).bit_length() - 1", "a step between hosts is missing", _HOSTS),
-        ("            running[tick] = runs[tick]", "            running |= dict(enumerate(runs))",
-         "all pieces are gathered before one goes on", "tests/test_hierarchical.py::test_pieces_are_under_way_together"),
-        ("int(nbytes // PIECE_BYTES)", "MOST_PIECES", "small states are cut into pieces",
-         "tests/test_hierarchical.py::test_small_states_are_in_one_piece_and_large_ones_in_several"),
-        ("shares = [0, *itertools.accumulate(hosts)], min(hosts)", "shares = [0, *itertools.accumulate(hosts)], 1",
-         "one network card carries all", "tests/test_hierarchical.py::test_every_network_card_carries_its_part"),
-    ),
-    *_in(
-        "flexsp/scan/transitions.py",
-        ("through.masked_fill_(closed, 0.0)", "pass", "an infinite factor opens what is closed",
-         "tests/test_hierarchical.py::test_what_is_not_finite_stays_before_a_cut"),
-        ("through.masked_fill_(before == -torch.inf, -torch.inf)", "pass", "maxima pass documents with a shift of +inf",
-         "tests/test_hierarchical.py::test_shifts_that_are_not_finite_stay_before_a_cut"),
-        ("state.add_(F)", "pass", "what the later one adds is lost", _HOSTS),
-    ),
-    *_in(
-        "flexsp/scan/cost.py",
-        ("nbytes / (inside * pieces)", "nbytes / pieces", "one network card carries all",
-         "tests/test_cost.py::test_forms_of_several_hosts_by_hand"),
-        ("far * first + behind}", "far * nbytes}", "nothing flows between hosts",
-         "tests/test_cost.py::test_forms_of_several_hosts_by_hand"),
-    ),
-    *_in(
-        "flexsp/launch/bootstrap.py",
-        ("itertools.groupby(machines)", "itertools.groupby(sorted(machines))", "ranks that are no neighbours share a host",
-         "tests/test_hierarchical.py::test_hosts_of_ranks"),
-        ("check_calls, per_host)\n", "check_calls)\n", "ranks disagree about their hosts",
-         "tests/test_hierarchical.py::test_hosts_are_found_or_given"),
-    ),
-    *_in(
-        "flexsp/scan/schedules.py",
-        ("sp.world_size - 1, sp.rank, -1)", "sp.world_size - 1, sp.rank + 1, -1)", "the next rank's gradient is lost",
-         "tests/test_schedules.py::test_incoming_state[2-all_gather]"),
     ),
     *_in(
         "flexsp/scan/transitions.py",
@@ -632,7 +590,7 @@ _ATTENTION = [
 ]
 
 MUTATIONS = [
-    *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
+    *KERNELS, *ASSEMBLY, *GATES, *HOSTS, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
     *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

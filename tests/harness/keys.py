@@ -269,7 +269,7 @@ def inverse_of_alike(
 
 
 def roundings_of_equal_entries(sp: Any, step: float, kernel: Any = None) -> tuple[float, list[float]]:
-    """Of KDA's chunk with one key and one step size between 0.5 and 1: the sum of errors of the inverse's entries beside
+    """Of KDA's chunk with one key and one step size between 0.5 and 1: the sum of errors of an inverse's entries beside
     the diagonal, for which exact ones are -`step`, in units of their last place. And `gain` over what it is without
     `size_of_inverse`, of documents of 8, 20 and 64 tokens."""
     from flexsp.kernels.delta import channels

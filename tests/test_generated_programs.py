@@ -51,7 +51,7 @@ def inverses(sp: Any, C: int) -> list[float]:
     y = torch.full_like(x, float("nan"))
     table = torch.empty(0, dtype=torch.int32)
     gain = torch.full((2, 3), float("nan"))
-    flags = {"C": C, "GAIN": True, "MORE": False, "REPEATS": False, "PACKED": False}
+    flags = {"C": C, "GAIN": True, "MORE": False, "REPEATS": False, "DITHERED": False, "PACKED": False}
     with within_tensors():
         launch(inverse_kernel, (3, 2), (given, y, gain, table, 3 * C), flags, {"num_warps": 1})
     torch.testing.assert_close(gain, (y.tril(-1) ** 2).sum((2, 3)))

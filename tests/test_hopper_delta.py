@@ -16,6 +16,7 @@ from flexsp.testing import oracles
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.harness.keys import check_equal_entries, roundings_of_equal_entries
 from tests.marks import slow
 
 Tensors = dict[str, torch.Tensor]
@@ -177,6 +178,14 @@ def test_against_the_token_loop(name: str) -> None:
     (found,) = run_ranks(errors, 1, seed, CALLS[name], own_processes=True, env=INTERPRETED)
     bad = {name: error for name, error in found.items() if not error < BOUND}
     assert not bad, bad
+
+
+def test_equal_entries_of_an_inverse() -> None:
+    """Their roundings do not add up."""
+    from tests.harness.gluon_in_torch import Kernel
+
+    kernel = Kernel("delta/hopper_wy_transform.py", "inverse")
+    check_equal_entries(roundings_of_equal_entries(None, (random.randrange(180, 250) + 0.48) / 256, kernel))
 
 
 def of_chunks(q: torch.Tensor, k: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, norm: bool) -> Tensors:

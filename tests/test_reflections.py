@@ -7,6 +7,7 @@ A reflection (beta 2) lets no error decay, so that rounded inverses of chunks wo
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -23,18 +24,27 @@ from flexsp.testing.compare import (
 from flexsp.testing.ranks import run_ranks
 from tests.harness.generated import MANY_SEGMENTS, differentiated
 from tests.harness.interpreted import INTERPRETED, poisoned
-from tests.harness.keys import BOUND, NAMES, Keys, error_of_steps, inverse_of_alike, wrong
+from tests.harness.keys import (
+    BOUND,
+    NAMES,
+    Keys,
+    check_equal_entries,
+    error_of_steps,
+    inverse_of_alike,
+    roundings_of_equal_entries,
+    wrong,
+)
 from tests.harness.keys_of_programs import GDN2, RWKV7, Own
 from tests.marks import quick
 
 GENERATED = ("gated, generated", "gdn2", "rwkv7", "own")
 
 
-def of_kernels(sp: Any, cases: list[Keys], seed: int) -> list[str]:
+def of_kernels(sp: Any, cases: list[Keys], seed: int, bound: float = BOUND) -> list[str]:
     found = []
     for keys in cases:
         with poisoned(keys.segments, keys.H, keys.device):
-            found += [f"{keys}: {x}" for x in wrong(keys, seed, sp if keys.lengths else None)]
+            found += [f"{keys}: {x}" for x in wrong(keys, seed, sp if keys.lengths else None, bound=bound)]
     return found
 
 
@@ -95,6 +105,20 @@ def test_steps_that_do_not_reflect(name: str, seed: int) -> None:
     run_ranks(judged, 1, [Keys(name, 0, 0.7), Keys(name, 1, 1.0)], seed, env=INTERPRETED)
 
 
+@pytest.mark.parametrize("name", quick(("delta", "gated", "kda", "delta, generated"), "delta"))
+def test_one_step_size(name: str, seed: int) -> None:
+    """Tokens that all have one key and one step size, which is no number of bfloat16: an inverse's entries are equal,
+    and their roundings must not add up over a chunk. Beyond 1 such tokens go one by one."""
+    more = LESS if "generated" in name else {}
+    name = name.removesuffix(", generated")
+    one = Keys(name, 1, (random.randrange(200, 250) + 0.48) / 256, T=128, gate=0.0, **more)
+    (found,) = run_ranks(of_kernels, 1, [one], seed, 0.1, env=INTERPRETED)
+    assert not found, found
+    few = Keys(name, random.choice((1, 2)), random.uniform(1.06, 1.3), H=2, **more)
+    (found,) = run_ranks(of_kernels, 1, [few], seed, env=INTERPRETED)
+    assert not found, found
+
+
 def steps_off(sp: Any, keys: Keys, seed: int) -> float:
     with poisoned(keys.segments, keys.H):
         return error_of_steps(keys, seed)
@@ -146,7 +170,8 @@ def sizes_of_inverses(sp: Any, repeats: bool, seed: int) -> list[list[float]]:
         for before, more in ((float("nan"), False), (0.5, True), (-1e9, True)):
             gain, y = torch.full((1,), before), torch.full((64, 64), float("nan"))
             packed = tokens < 64
-            flags = {"C": 64, "GAIN": True, "MORE": more, "REPEATS": repeats, "PACKED": packed, "PDL": False}
+            flags = {"C": 64, "GAIN": True, "MORE": more, "REPEATS": repeats, "DITHERED": False, "PACKED": packed}
+            flags["PDL"] = False
             inverse_kernel[(1, 1)](x.clone(), y, gain, table if packed else None, 64, **flags)
             made.append(gain.item())
         found.append([*made, whole.item()])
@@ -192,6 +217,35 @@ def test_what_is_done_token_by_token(packed: bool) -> None:
     where a program asks: for half of the tokens."""
     (found,) = run_ranks(chosen, 1, packed, env=INTERPRETED)
     assert found == ([[1, 1, 0], [0, 0, 1]], [[0] * 3, [1] * 3, [0] * 3])
+
+
+def test_equal_entries_of_an_inverse() -> None:
+    """Their roundings do not add up."""
+    step = (random.randrange(180, 250) + 0.48) / 256
+    (found,) = run_ranks(roundings_of_equal_entries, 1, step, env=INTERPRETED)
+    check_equal_entries(found)
+
+
+def by_kernel(sp: Any, x: torch.Tensor) -> torch.Tensor:
+    from tests.harness.dithering import dithered_numbers
+
+    return dithered_numbers(sp, x)
+
+
+def test_dithered_numbers() -> None:
+    """Each to a neighbour in bfloat16, on average to itself; those of bfloat16, infinity and NaN stay."""
+    x = torch.randn(64, 64)
+    x[:, 0] = x[0] = 1.0 + 0.3 * 2**-7
+    x[5, :8] = x[1, :8].bfloat16().float()
+    x[6, :4] = torch.tensor([0.0, -0.0, float("inf"), -float("inf")])
+    x[7, :3] = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    (y,) = run_ranks(by_kernel, 1, x, env=INTERPRETED)
+    assert torch.equal(y[5, :8], x[5, :8]) and torch.equal(y[6, :4], x[6, :4]) and y[7, :3].isnan().all()
+    rest = x[8:], y[8:]
+    assert torch.equal(y.bfloat16().float().nan_to_num(), y.nan_to_num())
+    assert ((rest[1] - rest[0]).abs() < 2**-7 * rest[0].abs()).all()
+    for line in (y[0], y[8:, 0]):
+        assert abs((line - x[0, 0]).mean() * 2**7) < 0.08 and line.unique().numel() == 2
 
 
 def test_inverses_of_keys_that_are_alike(seed: int) -> None:

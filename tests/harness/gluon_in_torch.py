@@ -277,6 +277,7 @@ class Kernel:
         self.arg_names = list(self.kernel.__code__.co_varnames[: self.kernel.__code__.co_argcount])
 
     def _names(self) -> dict[str, Any]:
+        from flexsp.kernels import alike_keys
         from flexsp.kernels.delta.exact import ALIKE, LEAST_BETA
         from flexsp.kernels.keys_in_pytorch import EPS
         from flexsp.kernels.primitives import GATE_MIN, LOG2E
@@ -309,6 +310,7 @@ class Kernel:
             "async_copy": copies, "fence_async_shared": lambda: None, "warpgroup_mma": _multiply,
             "warpgroup_mma_wait": _wait, "GATE_MIN": GATE_MIN.value, "LOG2E": LOG2E.value, "ALIKE": ALIKE.value,
             "LEAST_BETA": LEAST_BETA.value, "EPS": EPS, "mma_v2": _multiply_at_once,
+            **{x: getattr(alike_keys, x).value for x in ("FEW_KEYS", "GOLDEN", "NEARER")},
         }  # fmt: skip
 
     def _copy(self, to: _Shared, pointer: _Pointer, mask: Tensor | None = None) -> None:

@@ -253,15 +253,43 @@ def inverse_of_alike(
         made, how = (*square, *rows, numbers, numbers, numbers, k), {"num_warps": 8, "maxnreg": 128}
         how |= {"GROWTH": False, "NORM": False, "ERASES": False}
         hopper_channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, **how)
-        hopper_wy_transform.inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False, num_warps=1)
+        flags = {"C": C, "GAIN": True, "PACKED": False, "PDL": False}
+        hopper_wy_transform.inverse[(1, 1)](square[0], numbers, k, C, **flags, num_warps=1)
     else:
         blocks = torch.empty(channels.matrices(C), C, C, dtype=half, device=device)
         channels.channel_blocks[(len(blocks),)](blocks, C=C, PDL=False)
         block = torch.empty(K // 32, dtype=torch.int32, device=device)
         made = blocks, *square, *rows, numbers, block, k
         channels.channel_scores[(1, 1)](*inputs, *made, *strides, C, 1, 1.0, **sizes, COLS=32, **dots(half))
-        channels.channel_inverse[(1, 1)](square[0], numbers, C=C, GAIN=True, PDL=False)
+        channels.channel_inverse[(1, 1)](square[0], numbers, k, C, C=C, GAIN=True, PACKED=False, PDL=False)
     k, beta = k.double(), beta.double()
     want = torch.linalg.inv(torch.eye(C, dtype=torch.float64, device=device) + (k @ k.T * beta).tril(-1))
     above = int(square[0].triu(1).count_nonzero())
     return relative_error(square[0], want), relative_error(want.to(half), want), above
+
+
+def roundings_of_equal_entries(sp: Any, step: float, kernel: Any = None) -> tuple[float, list[float]]:
+    """Of KDA's chunk with one key and one step size between 0.5 and 1: the sum of errors of an inverse's entries beside
+    the diagonal, for which exact ones are -`step`, in units of their last place. And `gain` over what it is without
+    `size_of_inverse`, of documents of 8, 20 and 64 tokens."""
+    from flexsp.kernels.delta import channels
+
+    kernel = channels.channel_inverse if kernel is None else kernel
+    C, ratios = 64, []
+    for tokens in (8, 20, C):
+        pairs = torch.full((C, C), step).tril(-1)
+        pairs[tokens:] = 0.0
+        high = pairs.bfloat16()
+        square = high + (pairs - high.float()).bfloat16().T
+        gain, table = torch.full((1,), torch.nan), torch.tensor([[0, tokens, 0, 1, 1]], dtype=torch.int32)
+        kernel[1, 1](square, gain, table, C, C=C, GAIN=True, PACKED=True, PDL=False)
+        found = torch.linalg.inv(pairs.double() + torch.eye(C, dtype=torch.float64)).tril(-1)
+        ratios.append(gain.item() / found.square().sum().item())
+    errors = square.diagonal(-1).double() + step
+    return 256 * errors.sum().item(), ratios
+
+
+def check_equal_entries(found: tuple[float, list[float]]) -> None:
+    """To the nearest number the sum would be 30."""
+    errors, ratios = found
+    assert abs(errors) < 4 and [round(x, 3) for x in ratios] == [1.0, 1.225, 1.225], found

@@ -5,15 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.alike_keys import dithered, size_of_inverse
 from flexsp.kernels.gated_keys.tiles import half, rows_of
 from flexsp.kernels.primitives import chunk_info, mm
 from flexsp.runtime.launch import begin
 
 _COLUMNS = 64  # of the keys that the kernels of scores hold at a time
 _BLOCK = tl.constexpr(16)
-_ALIKE = tl.constexpr(4.0)  # of squares of x for each of n tokens: random keys of K channels have n / 2 K, one n / 2
 _REPEATED = tl.constexpr(0.25)  # the same, for each of n C: half of what one key with a rate of 1 has
-_NEARER = tl.constexpr(1.225)  # times the size of an inverse where keys are alike
 _LARGEST_SUM = tl.constexpr(40.0)  # of log gates whose e^sum may be a factor of one operand of a product
 
 
@@ -71,17 +70,14 @@ def _squares(x, C: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def inverse_kernel(
     x, y, gain, table, T, C: tl.constexpr, GAIN: tl.constexpr, MORE: tl.constexpr, REPEATS: tl.constexpr,
-    PACKED: tl.constexpr, PDL: tl.constexpr,
+    DITHERED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Inverse y of the lower triangular [C, C] with ones on the diagonal and x (fp32, overwritten) below it.
 
     GAIN: the chunk's number of `gain` is the sum of squares of the inverse below the diagonal; with MORE the larger of
-    that and what is there. It is `_NEARER` times as large where the squares of x add up to more than `_ALIKE` for each
-    token that the chunk has: a short document's chunk has few. Terms that nearly cancel then make roundings larger,
-    too. With rates up to 1 and decays near 1 the number stays below the limit beyond which segments are done token by
-    token; with one key and a rate of 1.05 or more it is above (docs/math.md, section 7, "Keys that are alike").
-    REPEATS: it is negative where the squares add up to more than `_REPEATED` of that with C, and
-    `flexsp.kernels.delta.exact.choose` counts such chunks.
+    that and what is there. It is larger where keys are alike (`size_of_inverse`). REPEATS: it is negative where the
+    squares of x add up to more than `_REPEATED` for each token that the chunk has and each of C, and
+    `flexsp.kernels.delta.exact.choose` counts such chunks. DITHERED: y is on numbers of bfloat16, which products take.
 
     Blocks of 16 by substitution, all at once: lane (m, j) has column j of the inverse of block m. Then from blocks of s
     to blocks of 2 s, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Rows past the chunk's length are 0 in x.
@@ -119,11 +115,13 @@ def inverse_kernel(
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     whole = tl.load(x + i * C + j)
+    if DITHERED:
+        whole = dithered(whole, i, j)
     tl.store(y + i * C + j, tl.where(i >= j, whole, 0.0))
     if GAIN:
         found = _squares(x, C)
         start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
-        found = tl.where(alike > _ALIKE * length, _NEARER * found, found)
+        found = size_of_inverse(found, alike, length)
         if REPEATS:
             found = tl.where(alike > _REPEATED * C * length, -found, found)
         if MORE:

@@ -392,7 +392,7 @@ class GeneratedPlan(ExactSegments):
         if what.kind == "inverse":
             gain = self.rounds
             constants |= {"GAIN": gain, "MORE": gain and what is not self._inverses[0]}
-            constants |= {"REPEATS": gain and what.exact_repeats}
+            constants |= {"REPEATS": gain and what.exact_repeats, "DITHERED": self.products == torch.bfloat16}
             pointers = (*args, *written, "@gain" if gain else None, self._table)
             results += ["@gain"] if gain else []
         else:

@@ -85,9 +85,9 @@ class ChannelPlan(DeltaPlan):
         )  # fmt: skip
         four = Launch(0, 4, 1)
         inverse = LaunchSpec(
-            "channel_inverse", four, grid, ("@inverse", self.gain or "@inverse"), ("@inverse",),
-            ("@inverse", *named(self.gain)), constants={"C": t.chunk, "GAIN": self.gain is not None},
-            options=four.options,
+            "channel_inverse", four, grid, ("@inverse", self.gain or "@inverse", "@table" if p.n_docs else "@inverse"),
+            ("@inverse",), ("@inverse", *named(self.gain)), (p.T,),
+            {"C": t.chunk, "GAIN": self.gain is not None, "PACKED": p.n_docs > 0}, four.options,
         )  # fmt: skip
         transformed = self.kernel_launch(
             "channel_wy_transform", t.wy_transform, grid, ["v", "@inverse", "@u", "@w"], ["@u", "@w"], ["v"],

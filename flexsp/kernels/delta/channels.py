@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.delta.exact import by_errors
-from flexsp.kernels.delta.wy_transform import load_numbers, store_gain, sum_over, unit_inverse
+from flexsp.kernels.delta.wy_transform import load_numbers, store_gain, store_inverse, sum_over, unit_inverse
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, load_state, mm, store_rows
 from flexsp.runtime.launch import begin
 
@@ -204,8 +204,10 @@ def channel_scores(
     tl.store(scores + square, (of_queries * (beta_c * scale)[None, :]).to(scores.dtype.element_ty))
 
 
-@triton.jit
-def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def channel_inverse(
+    inverse, gain, table, T, C: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """Inverses of I + G in place of G [B H, chunks, C, C], as `channel_scores` left it; GAIN: and gain, as in
     `wy_inverse`."""
     begin(PDL)
@@ -218,9 +220,10 @@ def channel_inverse(inverse, gain, C: tl.constexpr, GAIN: tl.constexpr, PDL: tl.
         x += tl.load(inverse + at * C * C + i[:, None] + i[None, :] * C, mask=below, other=0.0).to(tl.float32)
     found = unit_inverse(x, C)
     if GAIN:
-        store_gain(gain, at, found, C)
+        start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
+        store_gain(gain, at, found, x, length, C)
     tl.debug_barrier()
-    tl.store(place, found.to(inverse.dtype.element_ty))
+    store_inverse(inverse + at * C * C, found, C)
 
 
 @triton.jit(do_not_specialize=["T", "H"])

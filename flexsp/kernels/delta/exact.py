@@ -22,9 +22,10 @@ from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_state, s
 from flexsp.runtime.launch import begin
 
 LIMIT = tl.constexpr(1.25)
-"""Of a chunk's sum of squares, for each of its tokens. With unit keys and beta up to 1 each step is a contraction, and
-the sum is never above 1 a token: such models are never done token by token. Beyond, it depends on how keys repeat: with
-beta 2 one key has 126, 32 keys of 128 channels 4 to 5, and 1000 keys 1.0 to 1.3.
+"""Of a chunk's sum of squares, for each of its tokens, made larger where few keys repeat (`size_of_inverse`). With unit
+keys and beta up to 1 each step is a contraction, and the sum is never above 1 a token: such models are never done token
+by token. Beyond, it depends on how keys repeat: with beta 2 one key has 126, 32 keys of 128 channels 4 to 5, and 1000
+keys 1.0 to 1.3.
 
 It is not lower because this walk is slow. On an H100 a gated rule in bf16 with 65,536 tokens and 32 heads of 128 x 128
 takes 39 ms instead of 2 forward, and 230 ms instead of 8 with its gradients."""

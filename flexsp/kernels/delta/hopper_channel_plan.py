@@ -66,8 +66,8 @@ class HopperChannelPlan(HopperPlan, ChannelPlan):
             GROWTH=self.growth is not None, NORM=self.norms is not None,
         )  # fmt: skip
         inverse = LaunchSpec(
-            "inverse", WARP, grid, ("@inverse", str(self.gain)), ("@inverse",), ("@inverse", str(self.gain)),
-            constants={"C": p.chunk, "GAIN": True}, options=WARP.options,
+            "inverse", WARP, grid, ("@inverse", str(self.gain), "@table" if p.n_docs else "@inverse"), ("@inverse",),
+            ("@inverse", str(self.gain)), (p.T,), {"C": p.chunk, "GAIN": True, "PACKED": p.n_docs > 0}, WARP.options,
         )  # fmt: skip
         return [scores, inverse]
 

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from flexsp.kernels.alike_keys import FEW_KEYS, GOLDEN, NEARER
 from flexsp.kernels.gluon import begin, chunk_at, of_gates, of_outputs, power
 from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
@@ -117,10 +118,31 @@ def _put(tile, x, i: gl.constexpr, j: gl.constexpr, TURNED: gl.constexpr = False
 
 
 @gluon.jit
+def _put_inverse(tile, x, i: gl.constexpr, j: gl.constexpr, TURNED: gl.constexpr = False):
+    """As `_put`, with the rounding of `flexsp.kernels.alike_keys.dithered`."""
+    threshold = ((gl.arange(0, 16, _ROWS)[:, None] + gl.arange(0, 16, _COLUMNS)[None, :]) * GOLDEN) & 0xFFFF
+    found = ((x.to(gl.int32, bitcast=True) + threshold) & -0x10000).to(gl.float32, bitcast=True)
+    _put(tile, gl.where(x == x, found, x), i, j, TURNED)
+
+
+@gluon.jit
 def _put_counted(tile, x, i: gl.constexpr, j: gl.constexpr, squares):
-    """As `_put`; returns squares with those of x."""
-    _put(tile, x, i, j)
+    """As `_put_inverse`; returns squares with those of x."""
+    _put_inverse(tile, x, i, j)
     return squares + x * x
+
+
+@gluon.jit
+def _sum(x):
+    return gl.sum(gl.sum(x, axis=1), axis=0)
+
+
+@gluon.jit
+def _store_gain(to, squares, alike, length, C: gl.constexpr):
+    """The number by which segments are done token by token: `size_of_inverse` of squares, those of the inverse still to
+    be added up, those of N added up."""
+    found = _sum(squares) - C
+    gl.store(to, gl.where(alike > FEW_KEYS * length, NEARER * found, found))
 
 
 @gluon.jit
@@ -141,10 +163,10 @@ def _inverted(blocks, others, tile):
     d1 = inverses.slice(16, 16, dim=1).load(_SUMS)
     d2 = inverses.slice(32, 16, dim=1).load(_SUMS)
     d3 = inverses.slice(48, 16, dim=1).load(_SUMS)
-    _put(tile, d0t, 0, 0, True)
-    _put(tile, d1, 1, 1)
-    _put(tile, d2, 2, 2)
-    _put(tile, d3, 3, 3)
+    _put_inverse(tile, d0t, 0, 0, True)
+    _put_inverse(tile, d1, 1, 1)
+    _put_inverse(tile, d2, 2, 2)
+    _put_inverse(tile, d3, 3, 3)
     squares = d0t * d0t + d1 * d1 + d2 * d2 + d3 * d3
     d0t, d1, d2, d3 = _split(d0t), _split(d1), _split(d2), _split(d3)
     d1t = _split(inverses.slice(16, 16, dim=1).permute((1, 0)).load(_SUMS))
@@ -153,8 +175,8 @@ def _inverted(blocks, others, tile):
 
     x10t = _times(_split(_times(d0t, n10, zeros)), d1, zeros)
     x32 = _times(d3, _split(_times(d2t, n32, zeros)), zeros)
-    _put(tile, x10t, 1, 0, True)
-    _put(tile, x32, 3, 2)
+    _put_inverse(tile, x10t, 1, 0, True)
+    _put_inverse(tile, x32, 3, 2)
     squares += x10t * x10t + x32 * x32
     x10t, x32 = _split(x10t), _split(x32)
 
@@ -177,8 +199,10 @@ def _store(to, tile, C: gl.constexpr):
     gl.store(to + rows[:, None] * C + columns[None, :], tile.load(_MATRIX))
 
 
-@gluon.jit
-def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexpr):
+@gluon.jit(do_not_specialize=["T"])
+def inverse(
+    inverse, gain, table, T, C: gl.constexpr, GAIN: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr
+):  # fmt: skip
     """Inverses of I + G in place of G [B H, chunks, C, C], as `channel_scores` left it; GAIN: and gain
     [B H, chunks], as `wy_transform.store_gain` has it."""
     begin(PDL)
@@ -194,16 +218,20 @@ def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexp
     gl.thread_barrier()
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     inside = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
-    below = _no_tiles()
+    below, alike = _no_tiles(), gl.zeros([16, 16], gl.float32, _SUMS)
     for j in gl.static_range(4):
         for i in gl.static_range(j, 4):
             first = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS)
             rest = tile.slice(16 * j, 16, dim=0).slice(16 * i, 16, dim=1).permute((1, 0)).load(_SUMS)
             first, rest = _negative(first).to(gl.float32), _negative(rest).to(gl.float32)
+            pairs = first + rest
             if i == j:
-                blocks.slice(16 * i, 16, dim=1).store(gl.where(inside, first + rest, 0.0))
+                pairs = gl.where(inside, pairs, 0.0)
+                blocks.slice(16 * i, 16, dim=1).store(pairs)
             else:
                 below = below + ((first, rest),)
+            alike += pairs * pairs
+    alike = _sum(alike)
     gl.thread_barrier()
     for j in gl.static_range(4):
         for i in gl.static_range(j + 1, 4):
@@ -211,7 +239,8 @@ def inverse(inverse, gain, C: gl.constexpr, GAIN: gl.constexpr, PDL: gl.constexp
     squares = _inverted(blocks, below, tile)
     _store(inverse, tile, C)
     if GAIN:
-        gl.store(gain + at, gl.sum(gl.sum(squares, axis=1), axis=0) - C)
+        start, length, doc, first, last = chunk_at(table, gl.program_id(0), T, C, PACKED)
+        _store_gain(gain + at, squares, alike, length, C)
 
 
 # What comes before it
@@ -309,22 +338,23 @@ def _weighted(
 def _decayed(x, factors, norms, totals, blocks, tile, GATED: gl.constexpr, NORM: gl.constexpr):
     """N of pairs x, with numbers of tokens in shared memory: betas and cumulative gates.
 
-    Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split. The tile of the
-    inverse is given its zeros.
+    Its blocks on the diagonal are put into `blocks`; those below are returned, column by column, split, and squares of
+    all added up. The tile of the inverse is given its zeros.
     """
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     factors, norms = _parts(factors, _COLUMNS), _parts(norms, _ROWS)
     rows, columns = _parts(totals, _ROWS), _parts(totals, _COLUMNS)
-    made = _no_tiles()
+    made, alike = _no_tiles(), gl.zeros([16, 16], gl.float32, _SUMS)
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
             pairs = _weighted(x, m, n, factors, norms, rows, columns, below, GATED, NORM)
+            alike += pairs * pairs
             if m == n:
                 blocks.slice(16 * m, 16, dim=1).store(pairs)
             else:
                 made = made + (_split(pairs),)
                 _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), n, m)
-    return made
+    return made, _sum(alike)  # one register, not eight
 
 
 @gluon.jit
@@ -426,8 +456,8 @@ def wy_inverse(
     _store(scores + at * C * C, tile, C)
     gl.thread_barrier()  # the tile was read
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
-    made = _decayed(x, factors, of_key, totals, blocks, tile, GATED, NORM)
+    made, alike = _decayed(x, factors, of_key, totals, blocks, tile, GATED, NORM)
     gl.thread_barrier()
     squares = _inverted(blocks, made, tile)
     _store(inverse + at * C * C, tile, C)
-    gl.store(gain + at, gl.sum(gl.sum(squares, axis=1), axis=0) - C)
+    _store_gain(gain + at, squares, alike, length, C)

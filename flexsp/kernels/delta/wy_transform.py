@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.alike_keys import dithered, size_of_inverse
 from flexsp.kernels.delta.tokens import load_tokens, of_gates
 from flexsp.kernels.primitives import GATE_MIN, LOG2E, chunk_info, load_rows, mm, power, store_rows
 from flexsp.runtime.launch import begin
@@ -120,10 +121,19 @@ def unit_inverse(x, C: tl.constexpr):
 
 
 @triton.jit
-def store_gain(gain, at, found, C: tl.constexpr):
-    """The sum of squares of the inverse's entries below the diagonal, see `exact`."""
+def store_gain(gain, at, found, x, length, C: tl.constexpr):
+    """The sum of squares of the inverse's entries below the diagonal, see `exact`; larger where keys are alike."""
     every = tl.sum(found * found)  # not along rows, where lanes would round each other's squares as `sum_over` has it
-    tl.store(gain + at, every - C)
+    tl.store(gain + at, size_of_inverse(every - C, tl.sum(x * x), length))
+
+
+@triton.jit
+def store_inverse(to, found, C: tl.constexpr):
+    """An inverse [C, C] to `to`, dithered where that is bfloat16."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if to.dtype.element_ty == tl.bfloat16:
+        found = dithered(found, i, j)
+    tl.store(to + i * C + j, found.to(to.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "H"])
@@ -174,8 +184,8 @@ def wy_inverse(
         x = tl.where(below, x, 0.0)
     found = unit_inverse(x, C)
     if GAIN:
-        store_gain(gain, at, found, C)
-    tl.store(inverse + at * C * C + i[:, None] * C + i[None, :], found.to(inverse.dtype.element_ty))
+        store_gain(gain, at, found, x, length, C)
+    store_inverse(inverse + at * C * C, found, C)
 
 
 @triton.jit(do_not_specialize=["T", "H"])

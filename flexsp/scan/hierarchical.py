@@ -168,31 +168,33 @@ def _between_hosts(
     """
     at, hosts = place.at, len(place.starts)
     leaving: torch.Tensor | None = None  # once nothing is missing before it, the state that leaves this host
-    before: torch.Tensor | None = None  # what the hosts before this one do that have been heard of
     entering: torch.Tensor | None = None
+    heard: torch.Tensor | None = None  # what the hosts before this one do, as far as heard of, and with this one behind
     if through is not None and at == 0:
         leaving = transition.in_packed(through)[1]
     for step in range((hosts - 1).bit_length()):
         d = 1 << step
         sends, receives = [], []
         if through is not None and place.share is not None:
-            state = transition.in_packed(through)[1]
             if at + d < hosts:
                 sends = [(through if leaving is None else leaving, place.starts[at + d] + place.share)]
             if at >= d:
+                state = transition.in_packed(through)[1]
                 receives = [(state if at < 2 * d else through, place.starts[at - d] + place.share)]
         arrived = yield from _exchange(call, sends, receives)
         if not arrived or through is None:
             continue
-        sends_again = at + 2 * d < hosts
         if at < 2 * d:
-            if sends_again:
-                leaving = transition.apply_packed(through, arrived[0])
-            entering = arrived[0] if before is None else transition.apply_packed(before, arrived[0])
+            if heard is None:
+                entering, leaving = arrived[0], transition.apply_packed(through, arrived[0])
+            else:
+                entering, leaving = transition.apply_packed(heard, arrived[0])
         else:
-            if sends_again:
-                through = transition.compose_packed(through, arrived[0])
-            before = arrived[0] if before is None else transition.compose_packed(before, arrived[0])
+            if heard is None:
+                heard = torch.stack([arrived[0], transition.compose_packed(through, arrived[0])])
+            else:
+                heard = transition.compose_packed(heard, arrived[0])
+            through = heard[1]
     return entering
 
 

@@ -8,6 +8,7 @@ __all__ = ["HOSTS"]
 
 _FILE = "tests/test_hierarchical.py::"
 _HOSTS = _FILE + "test_what_arrives"
+_KERNEL = "tests/test_composing.py::test_against_pytorch"
 _COST = "tests/test_cost.py::test_forms_of_several_hosts_by_hand"
 
 HOSTS = [
@@ -24,7 +25,7 @@ HOSTS = [
          "ranks of a host are not composed in order", _HOSTS),
         ("return _Place(local[::-1], ", "return _Place(local, ",
          "ranks of a host go backward in the other direction", _HOSTS),
-        ("compose_packed(heard, arrived[0])", "compose_packed(arrived[0], heard)",
+        ("composed(transition, heard, arrived[0])", "composed(transition, arrived[0], heard)",
          "hosts are not composed in order", _HOSTS),
         ("through = heard[1]", "through = heard[0]", "a host leaves itself out", _HOSTS),
         ("hosts - 1).bit_length()", "hosts).bit_length() - 1", "a step between hosts is missing", _HOSTS),
@@ -42,6 +43,13 @@ HOSTS = [
         ("through.masked_fill_(before == -torch.inf, -torch.inf)", "pass", "maxima pass documents with a shift of +inf",
          _FILE + "test_shifts_that_are_not_finite_stay_before_a_cut"),
         ("state.add_(F)", "pass", "what the later one adds is lost", _HOSTS),
+    ),
+    *_in(
+        "flexsp/scan/compose_kernel.py",
+        ("tl.where(a == 0.0, 0.0, a * S) + F", "a * S + F", "NaN passes where documents begin", _KERNEL),
+        ("(a == 0.0) | (before == 0.0)", "a == 0.0", "an infinite factor opens what is closed", _KERNEL),
+        ("if earlier.dim() == 3 else 0", "if earlier.dim() == 4 else 0", "many stretches meet one", _KERNEL),
+        ("inside & (c == 0)", "inside & (r == 0)", "factors of all rows but one are left out", _KERNEL),
     ),
     *_in(
         "flexsp/scan/cost.py",

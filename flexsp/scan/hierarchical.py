@@ -27,6 +27,7 @@ import torch
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.process_group import Call, Message
 from flexsp.comm.steps import Step, Steps
+from flexsp.scan.composing import applied, composed
 from flexsp.scan.transitions import Transition
 
 __all__ = ["MOST_PIECES", "PIECE_BYTES", "hierarchical", "pieces_of"]
@@ -140,7 +141,7 @@ def _piece(
     if upto is not None and entering is None:
         states = dict(zip(local[1:], transition.in_packed(upto[:-1])[1], strict=True))
     elif upto is not None and entering is not None:
-        states = dict(zip(local, [entering, *transition.apply_packed(upto[:-1], entering)], strict=True))
+        states = dict(zip(local, [entering, *applied(transition, upto[:-1], entering)], strict=True))
     leaving = [(state, r) for r, state in states.items() if r != rank]
     wanted = [] if rank == first else [(transition.in_packed(part)[1], owner) for part, owner in others]
     arrived = yield from _exchange(call, leaving, wanted)
@@ -154,7 +155,7 @@ def _running(parts: Sequence[torch.Tensor], transition: Transition) -> torch.Ten
     """What each of the parts and those before it do, [parts, ...]."""
     upto, d = torch.stack([*parts]), 1
     while d < len(parts):
-        upto = torch.cat([upto[:d], transition.compose_packed(upto[d:], upto[:-d])])
+        upto = torch.cat([upto[:d], composed(transition, upto[d:], upto[:-d])])
         d *= 2
     return upto
 
@@ -186,14 +187,14 @@ def _between_hosts(
             continue
         if at < 2 * d:
             if heard is None:
-                entering, leaving = arrived[0], transition.apply_packed(through, arrived[0])
+                entering, leaving = arrived[0], applied(transition, through, arrived[0])
             else:
-                entering, leaving = transition.apply_packed(heard, arrived[0])
+                entering, leaving = applied(transition, heard, arrived[0])
         else:
             if heard is None:
-                heard = torch.stack([arrived[0], transition.compose_packed(through, arrived[0])])
+                heard = torch.stack([arrived[0], composed(transition, through, arrived[0])])
             else:
-                heard = transition.compose_packed(heard, arrived[0])
+                heard = composed(transition, heard, arrived[0])
             through = heard[1]
     return entering
 

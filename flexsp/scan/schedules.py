@@ -13,6 +13,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.process_group import Call, Message, begin_call
 from flexsp.comm.signature import Signature, facts_of
 from flexsp.comm.steps import Gather, Step, Steps, drive
+from flexsp.scan.composing import applied
 from flexsp.scan.hierarchical import hierarchical
 from flexsp.scan.transitions import Transition
 
@@ -111,5 +112,5 @@ def _all_gather(
     for r in range(sp.world_size):
         call.look_at(everyone[r], r)
     for r in range(sp.world_size - 1, sp.rank, -1) if reverse else range(sp.rank):
-        state = transition.apply_packed(call.data(everyone[r], mine), state)
+        state = applied(transition, call.data(everyone[r], mine), state)
     return call.end(transition.unpacked(state, F.shape))

@@ -266,9 +266,13 @@ class Call:
         return self.buffers([like])[0]
 
     def buffers(self, likes: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Zeros to receive messages in, which are filled in one launch."""
-        if not self.stamped or not likes:
-            return [torch.zeros_like(like, memory_format=torch.contiguous_format) for like in likes]
+        """Zeros to receive messages in, which are filled in one launch; the tensors are of one dtype."""
+        if not likes:
+            return []
+        if not self.stamped:
+            zeros = likes[0].new_zeros(sum(like.numel() for like in likes))
+            parts = zeros.split([like.numel() for like in likes])
+            return [part.view(like.shape) for part, like in zip(parts, likes, strict=True)]
         sizes = [like.numel() * like.element_size() for like in likes]
         sizes = [_HEADER + size + -size % _HEADER for size in sizes]
         return torch.zeros(sum(sizes), dtype=torch.uint8, device=likes[0].device).split(sizes)

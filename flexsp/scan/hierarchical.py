@@ -84,7 +84,7 @@ def hierarchical(
     arrived = yield from _one_behind_another(runs)
     if place.at == 0 and sp.rank == place.local[0]:
         return call.end(torch.full_like(F, transition.neutral))
-    return call.end(transition.unpacked(torch.cat(arrived), F.shape))
+    return call.end(transition.unpacked(torch.cat(arrived) if pieces > 1 else arrived[0], F.shape))
 
 
 def _one_behind_another(runs: Sequence[Steps[torch.Tensor]]) -> Steps[list[torch.Tensor]]:

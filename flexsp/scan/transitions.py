@@ -252,8 +252,7 @@ class Transition(NamedTuple):
         if self.a is not None and self.a.dim() == F.dim() and not by_number:
             a, F = a.unsqueeze(-1), F.unsqueeze(-1)
         width = F.shape[-1] if by_number else 1
-        a = a.expand(*F.shape[:-1], width)
-        return torch.cat([a.reshape(-1, width), F.reshape(-1, F.shape[-1])], -1)
+        return torch.cat([a.expand(*F.shape[:-1], width), F], -1).flatten(0, -2)
 
     def unpacked(self, states: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The state of this shape whose rows or columns lie as F does in `packed`."""

@@ -48,9 +48,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp32 Mamba-2": {"dtype": "float32", "K": 128, "V": 64, "groups": 4},
     "bf16 16, odd sizes": {"dtype": "bfloat16", "K": 16, "V": 16, "B": 2, "T": 333, "H": 3},
 }
-QUICK = ["bf16 128", "bf16 120", "fp32 64", "bf16 128, packed", "bf16 16, odd sizes", "bf16 Mamba-2", "bf16 256"]
-SLOW = ["bf16 64", "fp32 128", "bf16 256, write gates", "bf16 128, write gates", "bf16 128, no decay",
-        "bf16 256, no decay", "bf16 200", "bf16 120, fixed decay", "bf16 128, one column",
+QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 Mamba-2", "bf16 256"]
+SLOW = ["bf16 120", "bf16 16, odd sizes", "bf16 64", "fp32 128", "bf16 256, write gates", "bf16 128, write gates",
+        "bf16 128, no decay", "bf16 256, no decay", "bf16 200", "bf16 120, fixed decay", "bf16 128, one column",
         "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed", "bf16 Mamba-2 64, blocks",
         "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 120, fixed decay"]  # quickly: how much shared memory walks need

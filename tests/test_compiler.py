@@ -26,6 +26,7 @@ from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.harness.functions import EXACT, assert_ranks
+from tests.marks import quick
 from tests.variants import VARIANTS, Function, H, K, V, draw, gradients, load, token_loop
 
 
@@ -65,7 +66,7 @@ def test_packed_documents(name: str, seed: int) -> None:
     assert_equal(*solve(name, 40, seed, chunk=8, bounds=[0, 0, 3, 19, 19, 20, 36, 40, 40]))
 
 
-@pytest.mark.parametrize("name", variants.USUAL)
+@pytest.mark.parametrize("name", quick(variants.VARIANTS, "simple_gla", "gla", "hgrn", "deltanet", "retnet"))
 def test_kind_of_transition(name: str) -> None:
     model = load(name).make(H, K, V)
     assert model.program.transition == VARIANTS[name].transition

@@ -22,6 +22,7 @@ from flexsp.nn import (
     conv,
 )
 from flexsp.testing.ranks import run_ranks
+from tests.marks import quick
 
 D = 12
 GROUPS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 5}
@@ -281,7 +282,7 @@ def test_ranks_exchange_one_halo(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 1 and off(y, layer(x)) < 1e-15
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", quick(DEFAULTS, "gated", "kda"))
 def test_one_graph(name: str) -> None:
     """torch.compile breaks it nowhere."""
     layer, x = make(name), inputs(9)

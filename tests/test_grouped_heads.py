@@ -103,7 +103,7 @@ def alike(x: torch.Tensor, y: torch.Tensor, bound: float) -> bool:
     return torch.equal(x, y) or bool(relative_error(x, y) < bound)
 
 
-@pytest.mark.parametrize("name", quick(RULES, "gated", "gates of channels"))
+@pytest.mark.parametrize("name", quick(RULES, "gated"))
 def test_as_repeated(name: str) -> None:
     seed = random.randrange(2**31)
     for dtype, norm, packed in ((BF16, False, True), (F32, True, False)):

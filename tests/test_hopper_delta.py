@@ -152,7 +152,7 @@ CALLS = {
     "product": Call("product", T=80), "two sequences": Call(T=70, B=2, H=4),
     "one token": Call(T=1, segments=1), "no gate, unit keys": Call("no gate", T=130, norm=False),
     "parts": Call(T=300, segments=1, parts=True), "parts, packed": Call(segments=1, parts=True, packed=True),
-    "product, packed": Call("product", packed=True, K=128), "alike": Call(alike=True),
+    "product, packed": Call("product", packed=True, K=128), "alike": Call(T=100, alike=True),
     "channels": Call("channels"), "channels, alike": Call("channels", T=100, alike=True),
     "channels, packed": Call("channels", packed=True, K=128), "channels, unit keys": Call("channels", T=70, norm=False),
     "product, channels": Call("product, channels", T=80),
@@ -168,7 +168,7 @@ CALLS = {
     "80, product, packed": Call("product", K=80, V=192, packed=True),
     "values in two blocks": Call(T=70, H=1, group=1, K=80, V=384), "112": Call(T=70, B=2, H=4, K=112, norm=False),
 }  # fmt: skip
-QUICK = "gated", "parts, packed", "product", "alike", "unit keys", "channels, alike", "strengths, alike", "96, 192"
+QUICK = "gated", "parts, packed", "product", "alike", "unit keys", "channels, alike", "96, 192"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])

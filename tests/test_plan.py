@@ -30,7 +30,7 @@ from flexsp.devices import H200
 from flexsp.kernels.executable import Executable
 from tests import variants
 from tests.harness.compiling import in_child
-from tests.marks import slow
+from tests.marks import quick, slow
 
 NAMES = ("simple_gla", "gla", "deltanet")
 BF16 = torch.bfloat16
@@ -586,7 +586,7 @@ def test_plans_do_not_keep_programs_alive() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize("name", variants.USUAL)
+@pytest.mark.parametrize("name", quick(variants.VARIANTS, "gla", "gated_deltanet"))
 def test_offsets_of_chunks_have_64_bits(name: str) -> None:
     """A chunk's number times C times K passes 2^31 at 8 million tokens of K = 256. Of what a kernel computes a place in
     memory with, `row`, `h` and `start` have 64 bits; the chunk's number alone is multiplied by sizes nowhere."""

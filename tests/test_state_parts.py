@@ -90,8 +90,8 @@ def packed(name: str) -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    [Case("momentum", B=2), Case("normalised", B=2), half("normalised")]
-    + slow(half("momentum"), packed("momentum"), packed("normalised"))
+    [Case("momentum", B=2), half("normalised")]
+    + slow(Case("normalised", B=2), half("momentum"), packed("momentum"), packed("normalised"))
     + slow(*(f(x) for x in ("counted", "counted delta") for f in (lambda x: Case(x, B=2), half, packed))),
     ids=lambda case: case.name,
 )

@@ -471,6 +471,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_quick_arithmetic_is_arithmetic(tmp_path: Path, seed: int) -> None:
     """Of operands of all kinds: the same numbers, bit by bit, of the same types, or the same error."""
     script = tmp_path / "arithmetic.py"

@@ -277,7 +277,8 @@ def _meets(sp: SequenceParallel, how: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize("how", ["shape", *slow("direction")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["shape", "direction"])
 def test_ranks_in_different_calls(how: str) -> None:
     answers = run_ranks(_meets, 4, how, schedule="hierarchical", sp_timeout_s=100.0, own_processes=True)
     assert all(isinstance(error, PeerMismatch) for error in answers), answers

@@ -74,7 +74,12 @@ def test_equals_the_whole_model(name: str) -> None:
     assert_exact(in_documents, run_documents(model, documents), "documents")
 
 
-@pytest.mark.parametrize(("name", "changes"), OTHERS, ids=[f"{name}-{'wide' if 270 in changes.values() else ''}".strip("-") for name, changes in OTHERS])
+WIDE = ["-wide" if 270 in changes.values() else "" for _, changes in OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), OTHERS, ids=[name + wide for (name, _), wide in zip(OTHERS, WIDE, strict=True)]
+)  # fmt: skip
 def test_other_configs(name: str, changes: dict[str, Any]) -> None:
     model, batch = make(name, **changes).double(), rows(2, 30)
     if name == "olmo_hybrid":

@@ -14,7 +14,8 @@ from flexsp import nn as layers
 from flexsp import ops
 
 __all__ = [
-    "LAYERS", "OPS", "PARAMETERS", "STATES", "Tensors", "bounds", "inputs", "layer_of", "outputs", "solve", "solve_layer",
+    "LAYERS", "OPS", "PARAMETERS", "STATES", "Tensors", "bounds", "inputs", "layer_of", "outputs", "solve",
+    "solve_layer",
 ]  # fmt: skip
 
 Tensors = dict[str, torch.Tensor]

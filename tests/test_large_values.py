@@ -28,8 +28,6 @@ from tests.harness.large_values import (
 from tests.marks import quick
 
 SIZES = 19, 2, 16, 270  # T, H, K, V
-
-
 QUICK = "simple_gla", "mamba2", "gated"
 CUT = [x for x in OPS if x not in ("gla", "gdn2", "hgrn2", "rwkv6", "rwkv7")]
 """Ops whose kernels have columns of a head as heads of their own; the others take values of any size in pieces."""
@@ -95,9 +93,7 @@ def together(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
 RANKS = [(name, packed) for name in (*CUT, "gla", "hgrn2", "rwkv7") for packed in (False, True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "packed"), quick(RANKS, ("gla", False), ("delta", True))
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "packed"), quick(RANKS, ("gla", False), ("delta", True)))
 def test_ranks(name: str, packed: bool) -> None:
     """States of all columns travel between ranks, those of heads that are cut into several too."""
     given = inputs(name, random.randrange(2**31), *SIZES, packed=packed)

@@ -1,6 +1,7 @@
 """flexsp: train linear-attention and state-space layers on sequences longer than one GPU holds."""
 
 from flexsp import integrations, nn, ops
+from flexsp.comm.documents import seq_idx_to_cu_seqlens
 from flexsp.comm.group import SequenceParallel, current_sp, sequence_parallel
 from flexsp.exceptions import (
     FlexspError,
@@ -36,6 +37,7 @@ __all__ = [
     "integrations",
     "nn",
     "ops",
+    "seq_idx_to_cu_seqlens",
     "sequence_parallel",
     "verify",
 ]

@@ -247,7 +247,10 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "state_size": 10, "rmsnorm": False, "D_has_hdim": True, "use_bias": True,
          "dt_limit": (0.02, 0.5), "chunk_size": 16},
     ),
+    "mamba, wide": ("Mamba2", {"head_dim": 264, "expand": 22, "num_heads": 2, "state_size": 10}),
+    "gated, wide": ("GatedDeltaNet", {**_HEADS, "num_v_heads": 2, "expand_v": 45}),
     "retention": ("MultiScaleRetention", {"num_heads": 2}),
+    "retention, wide": ("MultiScaleRetention", {"num_heads": 2, "expand_v": 22.5}),
     "retention, convolved": (
         "MultiScaleRetention",
         {"num_heads": 4, "num_kv_heads": 2, "expand_k": 1.0, "expand_v": 1.0, "use_short_conv": True,

@@ -8,7 +8,7 @@ __all__ = ["OPS"]
 
 _CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
-_RECIPES = "tests/test_recipes.py::"
+_RECIPES, _SEQ_IDX = "tests/test_recipes.py::", "tests/test_seq_idx.py::"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
@@ -68,6 +68,30 @@ OPS = [
         "flexsp/kernels/table.py",
         ("torch.where(used[:, None], rows, tail)", "torch.where(used[:, None], rows, 0)", "slots do not say where the tail begins",
          "tests/test_table.py::test_empty_documents_at_both_ends"),
+    ),
+    *_in(
+        "flexsp/comm/documents.py",
+        ("seq_idx = group.gather(seq_idx)", "pass", "ranks compare no indices over their edges",
+         _SEQ_IDX + "test_documents_go_on_over_the_edges_of_ranks"),
+        ("begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]", "begins[:, 1:] = seq_idx[:, 1:] > seq_idx[:, :-1]",
+         "documents begin where indices grow", _SEQ_IDX + "test_boundaries"),
+    ),
+    *_in(
+        "flexsp/ops/mamba2.py",
+        ("index_copy(0, self.first, states)", "index_copy(0, self.last, states)", "a row's last document has its initial state",
+         _SEQ_IDX + "test_runs_are_documents[False-2]"),
+        ("final.index_select(0, runs.last)", "final.index_select(0, runs.first)", "a row's first document has its final state",
+         _SEQ_IDX + "test_runs_are_documents[False-1]"),
+    ),
+    *_in(
+        "flexsp/kernels/columns.py",
+        ("x.repeat_interleave(self.n, dim)", "x.repeat(*[self.n if i == dim else 1 for i in range(x.dim())])",
+         "blocks of columns have weights of another head", "tests/test_large_values.py::test_documents_as_in_pytorch[mamba3]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/check.py",
+        ('({"head_dim"} if hasattr(module, "ssm_state_size") else set())', "set()", "wide heads of Mamba-2 are refused",
+         "tests/test_transformers.py::test_other_configs[mamba2-wide]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",

@@ -185,6 +185,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str], dict[
          "dt_limit": "limits"},
         {"state_v_first": False},
     ),
+    "mamba2_ssd by indices": (ops.mamba2_ssd, {**SSD, "seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2]])}, {}, {}),
+    "seq_idx_to_cu_seqlens": (
+        flexsp.seq_idx_to_cu_seqlens, {"seq_idx": torch.tensor([[0, 0, 1, 1, 1, 2]])}, {"sp": "sp"}, {},
+    ),
     "mamba3": (
         ops.mamba3, {**SSD3, "cu_seqlens": bounds(), "cu_seqlens_cpu": bounds()},
         {"output_final_state": "flag", "rotate_pairwise": "flag", "sp": "sp"}, {},

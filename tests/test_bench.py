@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +18,7 @@ from flexsp.bench.gates import decays
 from flexsp.bench.sizes import DEFAULTS, choose
 from flexsp.bench.timing import Stopwatch, measure, spread, summarize
 from flexsp.launch.cli import main
-from tests.guides import ROOT
-from tests.harness.bench import CPU, TOY, _row
+from tests.harness.bench import CPU, TOY, _row, torchrun
 from tests.marks import quick
 
 
@@ -341,15 +338,8 @@ def test_sizes_are_those_of_the_device() -> None:
     assert args.T_local == [128, 512] and args.dtype == "float32"
 
 
-def _torchrun(processes: int | str, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "flexsp", *words, "--ranks", str(processes)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-
-
 def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
-    done = _torchrun(2, "bench", "scale", "--T-local", "64", "--timeout", "200", "--out", str(tmp_path), *TOY)
+    done = torchrun(2, "bench", "scale", "--T-local", "64", "--timeout", "200", "--out", str(tmp_path), *TOY)
     assert done.returncode == 0, done.stderr[-3000:]
     result = record.load(tmp_path / next(tmp_path.glob("scale_cpux2_*.json")).name)
     rows = result["rows"]
@@ -373,7 +363,7 @@ def test_bench_scale_measures_every_schedule(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bench_scale_of_several_operators_and_world_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--case", "retention,mamba2", "--T-local", "32", "--schedules", "chain", "--timeout", "200"]
-    done = _torchrun("1,2", "bench", "scale", *words, "--out", str(tmp_path), *TOY)
+    done = torchrun("1,2", "bench", "scale", *words, "--out", str(tmp_path), *TOY)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "1 x cpu, T1 only" in done.stdout and "2 x cpu, chain over" in done.stdout
     files = sorted(tmp_path.glob("scale_retention_mamba2_cpu*.json"))

@@ -122,7 +122,7 @@ def test_a_document_is_written_from_one_file_of_each_measurement(
 
 
 def test_speeds_of_operators_are_of_one_commit(tmp_path: Path) -> None:
-    keys = {"case": "gla", "mode": "fwd"}
+    keys = {"case": "hgrn", "mode": "fwd"}
     alone = {"schedule": "local", "world_size": 1, "T_local": 65536, "ms": {"median": 1.25}, **keys}
     chain = {"schedule": "chain", "world_size": 4, "T_local": 32768, "ms": {}, "efficiency": 0.9, **keys}
     text = "<!-- measured: speed scale_*.json -->\n<!-- /measured -->\n"
@@ -130,7 +130,7 @@ def test_speeds_of_operators_are_of_one_commit(tmp_path: Path) -> None:
     for name, rows in (("scale_a_20260101", [alone]), ("scale_b_20260101", [chain])):
         record.save(tmp_path / f"{name}.json", _measured("scale", rows=rows))
     written = document.refreshed(tmp_path / "doc.md")
-    assert "| `chunk_gla` | 1.25 |  | 0.900 |  |" in written and "efficiency of 4 GPUs" in written and "abc" in written
+    assert "| `chunk_hgrn` | 1.25 |  | 0.900 |  |" in written and "efficiency of 4 GPUs" in written and "abc" in written
     record.save(tmp_path / "scale_b_20260101.json", _measured("scale", commit="def", rows=[chain]))
     with pytest.raises(ValueError, match="expected files of one commit, got abc and def"):
         document.refreshed(tmp_path / "doc.md")

@@ -40,6 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 128 and 64": {"dtype": "bfloat16", "K": 128, "V": 64},
     "bf16 Mamba-3": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "weights": True},
     "bf16 Mamba-3 256, packed": {"dtype": "bfloat16", "K": 256, "V": 64, "weights": True, "packed": True},
+    "bf16 Mamba-3 of 512": {"dtype": "bfloat16", "K": 128, "V": 256, "weights": True, "halves": True},
     "fp32 Mamba-3": {"dtype": "float32", "K": 128, "V": 64, "weights": True},
     "bf16 Mamba-2": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "groups": 1},
     "bf16 Mamba-2 256, packed": {"dtype": "bfloat16", "K": 256, "V": 128, "groups": 2, "packed": True},
@@ -52,7 +53,7 @@ QUICK = ["bf16 128", "fp32 64", "bf16 128, packed", "bf16 Mamba-2", "bf16 256"]
 SLOW = ["bf16 120", "bf16 16, odd sizes", "bf16 64", "fp32 128", "bf16 256, write gates", "bf16 128, write gates",
         "bf16 128, no decay", "bf16 256, no decay", "bf16 200", "bf16 120, fixed decay", "bf16 128, one column",
         "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed", "bf16 Mamba-2 64, blocks",
-        "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3"]
+        "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3", "bf16 Mamba-3 of 512"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 120, fixed decay"]  # quickly: how much shared memory walks need
 TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3"),
             *slow("bf16 256, write gates", "bf16 128, write gates")]
@@ -75,12 +76,12 @@ BY_CHUNKS = {"chunk_states_kernel", "shared_values_kernel", "shared_keys_kernel"
 def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
     B: int = 1, T: int = 32768, H: int = 32, values: str | None = None, groups: int = 0, weights: bool = False,
-    writes: bool = False,
+    writes: bool = False, halves: bool = False,
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
     `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values.
-    `writes`: of tokens' keys.
+    `writes`: of tokens' keys. `halves`: two heads share keys, as halves of large values do.
     """
     import torch
 
@@ -93,7 +94,7 @@ def launches_of(
 
     executable.propagate_step = lambda *args: lambda frame: None  # type: ignore[assignment]  # compiled in its own tests
     kind = getattr(torch, dtype)
-    q, k = (meta(B, T, groups or H, K, kind=kind) for _ in range(2))
+    q, k = (meta(B, T, groups or H // (1 + halves), K, kind=kind) for _ in range(2))
     v, do = (meta(B, T, H, V, kind=getattr(torch, values or dtype)) for _ in range(2))
     n_docs = 4 if packed else 0
     state, bounds = meta(n_docs or B, H, K, V).requires_grad_(), meta(n_docs + 1, kind=torch.int64) if packed else None
@@ -157,7 +158,7 @@ def test_shared_memory(name: str) -> None:
     if "column" in name:
         missing, of_mamba2 = missing | IN_TRITON | {"gate_grad_kernel"}, BY_CHUNKS | {"column_output_kernel"}
     K, V = CONFIGS[name]["K"], CONFIGS[name]["V"]
-    if K == 256 or (K == V == 128 and name.startswith("bf16") and "no decay" not in name):
+    if K == 256 or "of 512" in name or (K == V == 128 and name.startswith("bf16") and "no decay" not in name):
         missing, of_mamba2 = missing | IN_TRITON, of_mamba2 | {"walk_kernel"}
     assert {kernel["name"] for kernel in found} == KERNELS - missing | of_mamba2
     assert sum(kernel["name"] == "summarize_kernel" for kernel in found) == 2  # one a direction

@@ -94,7 +94,7 @@ def _cut_some(sp: Any, names: list[str], x: Tensor, dy: Tensor, cu_seqlens: Tens
 
 def test_some_layers_equal_the_whole_ones() -> None:
     """Some layers, on two ranks."""
-    names = ["kda", "gdn2", "mamba", "mamba, other", "softmax, window"]
+    names = ["kda", "gdn2", "mamba", "mamba, other", "mamba, wide", "gated, wide", "softmax, window"]
     x, dy = torch.randn(2, 1, 23, D, dtype=torch.float64).unbind(0)
     per_rank = run_ranks(_cut_some, 2, names, x, dy, torch.tensor(BOUNDS))
     for at, name in enumerate(names):

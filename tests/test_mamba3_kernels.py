@@ -37,9 +37,10 @@ def prepare(kind: str, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
     case = "siso" if kind in ("plain", "one token", "steps of all sizes") else "siso, halves"
     case = {
         "documents": "siso, groups", "wide": "wide", "one row, wide": "wide", "long segments": "siso, groups",
+        "wide values": "siso, groups",
     }.get(kind, case)  # fmt: skip
     T = {"one token": 1, "long segments": 53}.get(kind, 29)
-    packed = kind in ("documents", "documents without states", "one row, documents")
+    packed = kind in ("documents", "documents without states", "one row, documents", "wide values")
     inputs = loops.draw(case, 1 if packed else 2, T, len(BOUNDS) - 1 if packed else 2, seed)
     how: dict[str, Any] = {}
     if packed:
@@ -68,7 +69,7 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
     from flexsp.kernels.mamba3 import op
 
     loops.CASES["wide"] = 0, 1, 40, 13, False
-    loops.H, loops.P = {"wide": (2, 33), "one row, wide": (3, 2)}.get(kind, (4, 5))
+    loops.H, loops.P = {"wide": (2, 33), "one row, wide": (3, 2), "wide values": (2, 270)}.get(kind, (4, 5))
     op._SEGMENT, op._SEGMENTS = (8, 2) if kind == "long segments" else (8, 512)
     op._ADDED = 32 if kind == "one row, wide" else 8  # blocks of two heads
     run._launches.clear()
@@ -87,7 +88,7 @@ def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -
 
 KINDS = [
     "plain", *ONE_ROW, "documents", "documents without states", "strides", "one head's angles", "one token", "wide",
-    "long segments", "steps of all sizes", "all in half precision",
+    "long segments", "steps of all sizes", "all in half precision", "wide values",
 ]  # fmt: skip
 
 

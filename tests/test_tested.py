@@ -57,6 +57,12 @@ def test_an_op_is_told_from_a_tests_name(file: str, text: str, expected: str) ->
     assert tested.subject(f"tests/gpu/{file}_gpu.py", text) == expected
 
 
+def test_every_file_has_a_subject() -> None:
+    """Where no word of a test is an op: else the table would show the file's name."""
+    files = [tested.short(str(path)) for path in (tested.ROOT / "tests" / "gpu").glob("*.py")]
+    assert {name for name in files if name.startswith(("test_", "ranks_"))} == {*tested.SUBJECTS}
+
+
 def test_lines_of_scripts_are_counted() -> None:
     counts: tested.Counts = {}
     lines = ["ok     kda bfloat16 [3]: 1e-3\n", "FAILED kda float32 [3]: 1\n", "  rank 1: kda\n", "ok gla\n"]

@@ -33,6 +33,8 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [  # what the configs in MODELS leave
     ("granitemoehybrid", {"position_embedding_type": None, "num_local_experts": 0, "output_router_logits": False}),
     ("zamba2", {"use_mem_rope": False, "use_shared_attention_adapter": False}),
     ("nemotron_h", {"moe_latent_size": None}), ("kimi_linear", {"q_lora_rank": None}),
+    ("qwen3_next", {"linear_value_head_dim": 270, "linear_num_value_heads": 2}),
+    ("mamba2", {"hidden_size": 20, "expand": 27, "num_heads": 2, "head_dim": 270}),
 ]  # fmt: skip
 OWN = [("eager", 8), ("sdpa", 16), ("eager", 32)]  # attention and chunks of unmodified runs in float32
 
@@ -72,7 +74,12 @@ def test_equals_the_whole_model(name: str) -> None:
     assert_exact(in_documents, run_documents(model, documents), "documents")
 
 
-@pytest.mark.parametrize(("name", "changes"), OTHERS, ids=[name for name, _ in OTHERS])
+WIDE = ["-wide" if 270 in changes.values() else "" for _, changes in OTHERS]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), OTHERS, ids=[name + wide for (name, _), wide in zip(OTHERS, WIDE, strict=True)]
+)  # fmt: skip
 def test_other_configs(name: str, changes: dict[str, Any]) -> None:
     model, batch = make(name, **changes).double(), rows(2, 30)
     if name == "olmo_hybrid":

@@ -166,6 +166,13 @@ def test_plain_state() -> None:
         (ssd(initial_state=torch.zeros(B, H, V, K)), r"state_v_first: expected True for states \[B, H, P, N\]"),
         (ssd(output_final_state=True), "state_v_first: expected True for states"),
         (ssd(cu_seqlens=torch.tensor([0, T])), "x: expected batch size 1 with cu_seqlens"),
+        (ssd(seq_idx=torch.zeros(B, T + 1, dtype=torch.int32)), r"seq_idx: expected shape \[B, T\] = \[2, 8\]"),
+        (ssd(seq_idx=torch.zeros(B, T)), "seq_idx: expected dtype int32 or int64, got torch.float32"),
+        (
+            {k: x[:1] if x.dim() > 2 else x for k, x in ssd().items()}
+            | {"cu_seqlens": torch.tensor([0, T]), "seq_idx": torch.zeros(1, T, dtype=torch.int64)},
+            "seq_idx: expected None beside cu_seqlens, got both",
+        ),
     ],
 )
 def test_mamba2(arguments: dict[str, Any], message: str) -> None:

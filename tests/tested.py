@@ -57,6 +57,10 @@ SUBJECTS = {
     "test_generated": "generated kernels: chunks, parts of states", "test_nonfinite": "NaN and inf",
     "test_large_states": "large states: layouts, long texts", "test_mamba2": "Mamba-2: its other arguments",
     "test_ops": "scalar decay: tiles, strides, CUDA graphs", "test_propagate": "exchange of states",
+    "test_recipes": "calls that look alike", "test_tail": "tokens behind the last document",
+    "test_exact_as_peer": "as exact as other libraries", "test_matrix": "all ops in many sizes",
+    "test_memory": "mLSTM, Mamba-1 and Mamba-3", "test_large_values": "values of more than 256: layers",
+    "ranks_generated": "generated kernels over ranks", "ranks_operators": "ops over ranks, as benchmarks call them",
     "test_states": "programs with several states", "test_torch_compile": "torch.compile",
     "test_vector_gates": "gates of channels: strong gates", "test_long_gates": "gates' gradients: layers",
     "ranks_layers": "layers over ranks", "ranks_ops": "ops over ranks: graphs, absent ranks",
@@ -176,6 +180,8 @@ def run_ranks(folder: Path) -> int:
 def load(folder: Path = RESULTS) -> list[Run]:
     """All runs, the oldest first; the first run is number 1."""
     runs = [run for path in sorted(folder.glob("*.json")) for run in record.load(path)["runs"]]
+    for row in (row for run in runs for row in run["rows"]):
+        row["op"] = SUBJECTS.get(row["op"], row["op"])  # the file had no subject when its record was written
     return sorted(runs, key=lambda run: str(run["environment"]["date"] or ""))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from flexsp.compiler import LinearAttention
     from flexsp.compiler.frontend.meta import InputMeta, Size
 
-__all__ = ["in_pytorch"]
+__all__ = ["in_pytorch", "program"]
 
 _CHUNK = 64
 
@@ -48,3 +50,15 @@ def in_pytorch(variant: LinearAttention, inputs: Inputs) -> torch.Tensor:
     state = tuple(sizes[_key(n)] for n in meta.state_sizes)
     o, final = functions.run(program, tokens, params, None, state, None, variant._C or _CHUNK, None, 1, "")
     return arguments.answered(meta, None, o, final)[0].to(inputs[next(iter(meta.tokens))].dtype)
+
+
+@torch.compiler.disable
+@functools.cache
+def _made(name: str, H: int, K: int, V: int, dtype: torch.dtype, scale: float | None) -> Any:
+    return importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, dtype, scale)
+
+
+def program(name: str, x: Inputs, scale: float | None = None) -> torch.Tensor:
+    """The program flexsp.variants.NAME in PyTorch. The scale is K**-0.5 if it is None."""
+    lead = x["q"]
+    return in_pytorch(_made(name, lead.shape[2], lead.shape[3], x["v"].shape[3], lead.dtype, scale), x)

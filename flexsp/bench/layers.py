@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from flexsp.bench.case import Case, Inputs, Op, Peer, Shape
 from flexsp.bench.cases import CASES
 from flexsp.bench.gates import BOUND, TRAINED, Decays, Normal, decays, log_gates
-from flexsp.bench.in_pytorch import in_pytorch
+from flexsp.bench.in_pytorch import program
+from flexsp.bench.naive import mamba, mamba3, mlstm, rg_lru
 from flexsp.bench.own_inputs import xl_chunk
 
 if TYPE_CHECKING:
@@ -116,18 +117,6 @@ def _cudnn(name: str, **how: Any) -> dict[str, Peer]:
     return {"cudnn": Peer("cudnn", run)}
 
 
-@torch.compiler.disable
-@functools.cache
-def _made(name: str, H: int, K: int, V: int, dtype: torch.dtype, scale: float | None) -> Any:
-    return importlib.import_module(f"flexsp.variants.{name}").make(H, K, V, dtype, scale)
-
-
-def _program(name: str, x: Inputs, scale: float | None = None) -> torch.Tensor:
-    """The program flexsp.variants.NAME in PyTorch. The scale is K**-0.5 if it is None."""
-    lead = x["q"]
-    return in_pytorch(_made(name, lead.shape[2], lead.shape[3], x["v"].shape[3], lead.dtype, scale), x)
-
-
 def _rows(shape: Shape, dtype: torch.dtype, normal: Normal, **widths: tuple[int, int]) -> Inputs:
     """Tensors [B, T, heads, width] by name."""
     return {name: normal(shape.B, shape.T, *size).to(dtype) for name, size in widths.items()}
@@ -149,7 +138,7 @@ def _attention(of: Layer, shape: Shape, dtype: torch.dtype, normal: Normal) -> I
 def _with_decay(decay: Callable[[int, torch.device], torch.Tensor]) -> Op:
     def naive(x: Inputs) -> torch.Tensor:
         B, T, H, _ = x["q"].shape
-        return _program("simple_gla", {**_without(x), "g": decay(H, x["q"].device).expand(B, T, H)})
+        return program("simple_gla", {**_without(x), "g": decay(H, x["q"].device).expand(B, T, H)})
 
     return naive
 
@@ -184,7 +173,7 @@ def _mamba2_naive(x: Inputs) -> torch.Tensor:
     H, step = x["x"].shape[2], F.softplus(x["dt"] + x["dt_bias"])  # the bias is in float32
     inputs = {"q": _heads(x["C"], H), "k": _heads(x["B"], H), "g": step * x["A"]}
     inputs["v"] = (x["x"] * step.unsqueeze(-1)).to(x["x"].dtype)
-    return (_program("simple_gla", inputs, 1.0) + x["x"] * x["D"].unsqueeze(-1)).to(x["x"].dtype)
+    return (program("simple_gla", inputs, 1.0) + x["x"] * x["D"].unsqueeze(-1)).to(x["x"].dtype)
 
 
 # Gates of a channel
@@ -254,17 +243,17 @@ def _units(x: torch.Tensor) -> torch.Tensor:
     return (x.to(wide) * (x.to(wide).square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
-def _delta_naive(x: Inputs, program: str, raw: bool = False, bounded: bool = False) -> torch.Tensor:
+def _delta_naive(x: Inputs, name: str, raw: bool = False, bounded: bool = False) -> torch.Tensor:
     H = x["v"].shape[2]
-    found = _without(x, "A_log", "dt_bias") | {name: _heads(_units(x[name]), H) for name in "qk"}
+    found = _without(x, "A_log", "dt_bias") | {key: _heads(_units(x[key]), H) for key in "qk"}
     if raw:
         A, shifted = x["A_log"].exp(), x["g"] + x["dt_bias"].view(x["g"].shape[2:])
         A = A.view(-1, *[1] * (x["g"].dim() - 3))
         found["beta"] = x["beta"].sigmoid()
         found["g"] = BOUND * (A * shifted).sigmoid() if bounded else -A * F.softplus(shifted)
-    if program == "deltanet":
+    if name == "deltanet":
         found["b"] = found.pop("beta")
-    return _program(program, found)
+    return program(name, found)
 
 
 def _two_strengths(of: Layer, shape: Shape, dtype: torch.dtype, normal: Normal, kind: str) -> Inputs:
@@ -277,7 +266,7 @@ def _two_strengths(of: Layer, shape: Shape, dtype: torch.dtype, normal: Normal, 
 
 def _two_strengths_naive(x: Inputs) -> torch.Tensor:
     units = {name: _heads(_units(x[name]), x["v"].shape[2]) for name in "qk"}
-    return _program("gdn2", _renamed(x, b="erase", w="write") | units)
+    return program("gdn2", _renamed(x, b="erase", w="write") | units)
 
 
 def _given_gates(kind: str, most: float = 1.0) -> Way:
@@ -287,7 +276,7 @@ def _given_gates(kind: str, most: float = 1.0) -> Way:
     return Way(
         partial(_gated_delta, kind=kind, most=most), _ours("chunk_gated_delta_rule", **how),
         {**_fla("gated_delta_rule", **how), "flashqla": flashqla, **_cudnn("gated_delta_net", **how)},
-        partial(_delta_naive, program="gated_deltanet"),
+        partial(_delta_naive, name="gated_deltanet"),
     )  # fmt: skip
 
 
@@ -310,7 +299,7 @@ def _of_case(name: str) -> Way:
 
 
 def _rwkv7_naive(x: Inputs) -> torch.Tensor:
-    return _program("rwkv7", _renamed(x, r="q", w="g"), 1.0)
+    return program("rwkv7", _renamed(x, r="q", w="g"), 1.0)
 
 
 def _ways(kind: str) -> dict[str, Way]:
@@ -323,22 +312,22 @@ def _ways(kind: str) -> dict[str, Way]:
             _two_strengths_naive,
         ),
         "gla": Way(
-            partial(_gla, kind=kind), _ours("chunk_gla"), _fla("gla"), lambda x: _program("gla", _without(x)),
+            partial(_gla, kind=kind), _ours("chunk_gla"), _fla("gla"), lambda x: program("gla", _without(x)),
         ),
         "hgrn2": Way(
             partial(_hgrn2, kind=kind), _ours("chunk_hgrn2"), {"fla": Peer("fla", _fla_hgrn2)},
-            lambda x: _program("hgrn2", _without(x)),
+            lambda x: program("hgrn2", _without(x)),
         ),
         "rwkv6": Way(
             partial(_rwkv6, kind=kind), _ours("chunk_rwkv6", scale=1.0), _fla("rwkv6", scale=1.0),
-            lambda x: _program("rwkv6", _renamed(x, r="q", w="g"), 1.0),
+            lambda x: program("rwkv6", _renamed(x, r="q", w="g"), 1.0),
         ),
     }  # fmt: skip
     how = _IN_KERNEL | (_SAFE if kind == "bounded" else {})
     cudnn = _cudnn("kimi_delta_attention", **_CUDNN, gate_lower_bound=BOUND) if kind == "bounded" else {}
     found["kda"] = Way(
         partial(_raw_delta, kind=kind, wide=True), _ours("chunk_kda", **how), {**_fla("kda", **how), **cudnn},
-        partial(_delta_naive, program="vector_gated_delta", raw=True, bounded=kind == "bounded"),
+        partial(_delta_naive, name="vector_gated_delta", raw=True, bounded=kind == "bounded"),
     )  # fmt: skip
     if kind == "bounded":
         return found
@@ -350,7 +339,7 @@ def _ways(kind: str) -> dict[str, Way]:
     found["gated_deltanet"] = Way(  # as flash-linear-attention's layer calls it
         partial(_raw_delta, kind=kind, wide=False), _ours("chunk_gated_delta_rule", **_IN_KERNEL),
         {**_fla("gated_delta_rule", **_IN_KERNEL), **_cudnn("gated_delta_net", **_CUDNN)},
-        partial(_delta_naive, program="gated_deltanet", raw=True),
+        partial(_delta_naive, name="gated_deltanet", raw=True),
     )  # fmt: skip
     return found
 
@@ -364,14 +353,15 @@ _OWN = {
     ),
     "delta_rule": Way(
         _delta, _ours("chunk_delta_rule", **_NORM), _fla("delta_rule", **_NORM),
-        partial(_delta_naive, program="deltanet"),
+        partial(_delta_naive, name="deltanet"),
     ),
-    "rg_lru": Way(_rg_lru, _ours("rg_lru", unit_start=True)),
+    "rg_lru": Way(_rg_lru, _ours("rg_lru", unit_start=True), naive=rg_lru),
     "rwkv7": replace(_of_case("rwkv7"), naive=_rwkv7_naive),
     "mlstm": replace(
         _of_case("mlstm"), peers={"mlstm_kernels": xl_chunk(64), "mlstm_kernels (chunks of 128)": xl_chunk(128)},
+        naive=mlstm,
     ),
-    **{name: _of_case(name) for name in ("mamba", "mamba3")},
+    "mamba": replace(_of_case("mamba"), naive=mamba), "mamba3": replace(_of_case("mamba3"), naive=mamba3),
 }  # fmt: skip
 KINDS = (*TRAINED, "own")
 

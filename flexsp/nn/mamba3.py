@@ -13,7 +13,7 @@ from flexsp.nn.norm import GatedRMSNorm, RMSNorm, check_eps, check_input
 from flexsp.nn.recurrent import RecurrentLayer, _wide, expanded
 from flexsp.nn.start import check_starts, start_steps
 from flexsp.ops import Mamba3State, mamba3, recurrent_mamba3
-from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 __all__ = ["Mamba3"]
 
@@ -31,7 +31,7 @@ class Mamba3(RecurrentLayer):
         hidden_size: model width.
         state_size: K, channels of B and C, 2 to 256, even with ``is_mimo``.
         expand: inner width = expand * hidden_size.
-        head_dim: P, channels a head, 1 to 256; a divisor of the inner width.
+        head_dim: P, channels a head, 1 to 512; a divisor of the inner width.
         n_groups: groups of heads that share B and C; a divisor of the number of heads.
         rope_fraction: the part of state_size that is rotated, 0.5 or 1.
         dt_min: softplus(dt_bias) is initialised log-uniform between this and ``dt_max``; 0 < dt_min <= dt_max.
@@ -72,7 +72,7 @@ class Mamba3(RecurrentLayer):
         super().__init__()
         self.hidden_size = hidden_size = check_integer("hidden_size", hidden_size, least=1)
         self.state_size = state_size = check_integer("state_size", state_size, least=2, most=MAX_HEAD_DIM)
-        self.head_dim = head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_HEAD_DIM)
+        self.head_dim = head_dim = check_integer("head_dim", head_dim, least=1, most=MAX_VALUE_DIM)
         self.n_groups = n_groups = check_integer("n_groups", n_groups, least=1)
         check_flags(is_outproj_norm=is_outproj_norm, is_mimo=is_mimo, use_bias=use_bias)
         self.is_mimo, self.mimo_rank = is_mimo, check_integer("mimo_rank", mimo_rank, least=1) if is_mimo else 1

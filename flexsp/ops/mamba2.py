@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward
+from flexsp.comm.documents import seq_idx_to_cu_seqlens
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.diagonal.op import diagonal, ssd
 from flexsp.kernels.engine import asks_for_kernels
@@ -45,6 +46,7 @@ def mamba2_ssd(
     state_v_first: bool | None = None,
     z: torch.Tensor | None = None,
     dt_limit: tuple[float, float] = NO_LIMIT,
+    seq_idx: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T, y_t = C_t S_t + D x_t, times silu(z_t) where z is given.
 
@@ -72,6 +74,11 @@ def mamba2_ssd(
         z: [B, T, H, P] in x's dtype, or None. It is applied in PyTorch, outside of the kernels.
         dt_limit: the least and the largest step size, after softplus: a pair of numbers from 0 to infinity. Steps
             outside have no gradient.
+        seq_idx: int32 or int64 [B, T] in place of ``cu_seqlens``, as mamba_ssm has it: documents are the runs of tokens
+            with the same index, in each row. The first document of a row goes on from its initial state, and the final
+            state is that of the last one: states [B, ...], as without documents. Over ranks B is 1, there are no
+            states, and a document may go on over the edges of ranks. Each call reads the indices, which the host waits
+            for: `flexsp.seq_idx_to_cu_seqlens` does so once for all layers.
 
     Returns:
         y [B, T, H, P] in x's dtype and the final state, laid out as the initial one, or None, by the same rules as
@@ -94,14 +101,21 @@ def mamba2_ssd(
     limits = None if unlimited else check.check_limits("dt_limit", dt_limit)
     sp = check.resolve(sp, x)
     check.check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, x, "x", sp)
+    _check_runs(seq_idx, x, cu_seqlens, initial_state, output_final_state, sp)
     n_states = check.number_of_states(batch, cu_seqlens)
     sizes, dims = ((n_states, H, P, N), "[B, H, P, N]") if state_v_first else ((n_states, H, N, P), "[B, H, N, P]")
     _check_layout(state_v_first, initial_state is not None or output_final_state)
     check.check_state("initial_state", initial_state, sizes, dims, x, cu_seqlens, sp)
-    check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
-
     if z is not None:
         check.check_tensor("z", z, tuple(x.shape), "[B, T, H, P]", dtypes=(x.dtype,), device=x.device)
+    runs = None if seq_idx is None else _Runs.of(seq_idx, sp)
+    if runs is not None:
+        cu_seqlens, n_states = runs.bounds, len(runs.bounds) - 1
+        x, dt, B, C = (t.flatten(0, 1).unsqueeze(0) for t in (x, dt, B, C))
+        z = None if z is None else z.flatten(0, 1).unsqueeze(0)
+        initial_state = None if initial_state is None else runs.initial(initial_state)
+    check.same_call(sp, "mamba2", x, H, N, P, n_states, cu_seqlens is None)
+
     kernels, wide = asks_for_kernels(x.is_cuda, x.dtype), D is not None and D.dim() == 2
     added = D if wide or not kernels else None  # what kernels do not add themselves
     if sp is not None and added is not None:  # it does not reach the exchange of states, whose backward pass must run
@@ -132,7 +146,54 @@ def mamba2_ssd(
         weight = added.to(dtype) if wide else added.to(dtype).unsqueeze(-1)
         y = without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)
     y = y if z is None else _gated(y, z, cu_seqlens, sp)
+    if runs is not None:
+        y = y.view(*runs.shape, H, P)
+        final = None if final is None else final.index_select(0, runs.last)
     return y, contiguous(turned(final)) if state_v_first and final is not None else final
+
+
+class _Runs(NamedTuple):
+    """The documents of `seq_idx` in rows of the shape [B, T], which are packed one after the other.
+
+    Attributes:
+        bounds: of the N documents, [N + 1].
+        first, last: which document is the first and the last one of each row, [B].
+    """
+
+    shape: torch.Size
+    bounds: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+
+    @staticmethod
+    def of(seq_idx: torch.Tensor, sp: SequenceParallel | None) -> _Runs:
+        bounds, (B, T) = seq_idx_to_cu_seqlens(seq_idx, False if sp is None else sp), seq_idx.shape
+        rows = torch.arange(B + 1, device=bounds.device)
+        edges = torch.searchsorted(bounds, rows * T) if T else rows
+        return _Runs(seq_idx.shape, bounds, edges[:-1], edges[1:] - 1)
+
+    def initial(self, states: torch.Tensor) -> torch.Tensor:
+        """Of all documents, [N, ...]: zeros where a document does not begin a row."""
+        return states.new_zeros(len(self.bounds) - 1, *states.shape[1:]).index_copy(0, self.first, states)
+
+
+def _check_runs(
+    seq_idx: torch.Tensor | None, x: torch.Tensor, cu_seqlens: torch.Tensor | None, initial: torch.Tensor | None,
+    final: bool, sp: SequenceParallel | None,
+) -> None:  # fmt: skip
+    if seq_idx is None:
+        return
+    integers = (torch.int32, torch.int64)
+    check.check_tensor("seq_idx", seq_idx, tuple(x.shape[:2]), "[B, T]", dtypes=integers, device=x.device)
+    if cu_seqlens is not None:
+        check.fail("seq_idx", "None beside cu_seqlens", "both")
+    if sp is None:
+        return
+    if x.shape[0] != 1:
+        check.fail("seq_idx", "batch size 1 over ranks (pack the documents along T)", x.shape[0])
+    if initial is not None or final:
+        expected = "no initial and final states over ranks (cu_seqlens has states of documents)"
+        check.fail("seq_idx", expected, "initial_state" if initial is not None else "output_final_state")
 
 
 @step

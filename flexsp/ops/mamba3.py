@@ -91,7 +91,7 @@ def mamba3(
     ranks sums of at most half a turn a rank are exchanged in float32.
 
     Args:
-        x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..256.
+        x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..512.
         dt: step sizes [B, T, H] >= 0; x's dtype or float32, as the next three.
         A: [B, T, H] <= 0. dt A is a natural-log gate: below -104 (-800 for float64 inputs) it acts as that and has
             no gradient.
@@ -436,7 +436,7 @@ def _check_shapes(
     if tuple(B.shape[:-2]) != outer:
         check.fail("B", f"shape [B, T, {rows}G, K] = [{', '.join(map(str, outer))}, G, K]", list(B.shape))
     check.check_groups("B", G, H, "heads")
-    check.check_head_sizes({}, x=P, B=K)
+    check.check_head_sizes({"x": P}, B=K)
     check.check_tensor("C", C, tuple(B.shape), f"[B, T, {rows}G, K]", dtypes=(x.dtype,), device=x.device)
     for name, each in (("dt", dt), ("A", A), ("trap", trap)):
         check.check_tensor(name, each, (batch, T, H), "[B, T, H]", dtypes=params, device=x.device)

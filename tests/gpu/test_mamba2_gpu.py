@@ -70,5 +70,21 @@ def test_arguments(dtype: torch.dtype, more: dict[str, Any]) -> None:
     assert max(errors.values()) < BOUND[dtype], errors
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
+def test_indices_of_documents(dtype: torch.dtype) -> None:
+    """The same bits as of packed documents, with states of rows."""
+    made = _inputs(random.randrange(2**31), {"z": (1, T, H, P)}, dtype)
+    given = {name: x.to(torch.float32 if x.dim() == 1 else dtype) for name, x in made.items() if name != "dt_softplus"}
+    how = {"dt_softplus": True, "output_final_state": True, "state_v_first": False}
+    states = torch.randn(2, H, N, P, device=CUDA)
+    idx = torch.tensor([[4] * 61 + [2] + [4] * 88, [7] * 150], dtype=torch.int32, device=CUDA)
+    rows = {name: x.unflatten(1, (2, 150)).squeeze(0) if x.dim() > 2 else x for name, x in given.items()}
+    y, final = mamba2_ssd(**rows, **how, seq_idx=idx, initial_state=states)
+    of_documents = torch.stack([states[0], *torch.zeros_like(states), states[1]])
+    bounds = torch.tensor([0, 61, 62, 150, 300], device=CUDA)
+    want, finals = mamba2_ssd(**given, **how, cu_seqlens=bounds, initial_state=of_documents)
+    assert torch.equal(y.flatten(0, 1), want[0]) and torch.equal(final, finals[2:])
+
+
 def _copy(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x

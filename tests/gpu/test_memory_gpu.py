@@ -18,9 +18,12 @@ BOUNDS = torch.tensor([0, 61, 61, 125, 126, 203, 203])
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("K", "V"), [(64, 128), (20, 7), (256, 16)])
-def test_mlstm(K: int, V: int, dtype: torch.dtype, packed: bool, seed: int) -> None:
-    inputs = mlstm.conditioned(mlstm.draw(1 if packed else 2, 203, 6 if packed else 2, K, V, seed), dtype)
+@pytest.mark.parametrize(
+    ("T", "K", "V"),
+    [(203, 64, 128), (203, 20, 7), (203, 256, 16), (259, 128, 128), (203, 128, 300), (259, 256, 512)],
+)
+def test_mlstm(T: int, K: int, V: int, dtype: torch.dtype, packed: bool, seed: int) -> None:
+    inputs = mlstm.conditioned(mlstm.draw(1 if packed else 2, T, 6 if packed else 2, K, V, seed), dtype)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
     # Tensor cores cut sums off after each 8 products: K / 8 times half a unit of what is summed up, in the mean half of
     # the sum, where all products are positive.

@@ -206,8 +206,9 @@ def mixer_problems(module: Any, replaced: Iterable[str]) -> Iterator[str]:
     if missing:
         yield f"the forward of {class_of(module).__name__} does not call {', '.join(missing)} in this release"
     if not _SOFTMAX & {*replaced}:
+        values = _VALUES | ({"head_dim"} if hasattr(module, "ssm_state_size") else set())  # Mamba-2's x has it
         for name in _HEADS:
-            most = MAX_VALUE_DIM if name in _VALUES else MAX_HEAD_DIM
+            most = MAX_VALUE_DIM if name in values else MAX_HEAD_DIM
             if getattr(module, name, 0) > most:
                 yield f"{name} is {getattr(module, name)}, and heads of more than {most} are not available"
     if getattr(module, "attention_dropout", 0.0):

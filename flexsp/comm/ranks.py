@@ -91,22 +91,26 @@ class Ranks:
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.channels: dict[Any, Any] = {}
-        self.records: Any = None
-        self.failure: BetweenRanks | None = None
-        self.recorder = Recorder()
-        self.reported: dict[str, Any] | None = None
-        members = tuple(self.global_ranks)  # groups are made by all their ranks, in the same order
-        name = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
-        self.store_key = f"flexsp/faults/{name}-{_made_over[members]}"
-        _made_over[members] += 1
-        self.calls = 0
-        self.abandoned = 0
+        self.start_anew()
         self.compared = 0
         self.asked = 0
         self.answered = 0
         self._lengths: list[int] | None = None
         GROUPS[self.id] = self
+
+    def start_anew(self) -> None:
+        """Forgets all exchanges and their failures. Every rank does so at the same place, when none is under way."""
+        self.channels: dict[Any, Any] = {}
+        self.records: Any = None
+        self.failure: BetweenRanks | None = None
+        self.recorder = Recorder()
+        self.reported: dict[str, Any] | None = None
+        self.calls = 0
+        self.abandoned = 0
+        members = tuple(self.global_ranks)  # groups are made by all their ranks, in the same order
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+        self.store_key = f"flexsp/faults/{name}-{_made_over[members]}"
+        _made_over[members] += 1
 
     @property
     def is_first(self) -> bool:

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 __all__ = [
-    "Fault", "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout", "UncoveredWarning",
-    "BetweenRanks", "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted",
+    "BetweenRanks", "Fault", "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout",
+    "UncoveredWarning", "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted",
     "fail", "kernels_on_cpu",
 ]  # fmt: skip
 
@@ -115,8 +115,8 @@ class PeerTimeout(BetweenRanks, RuntimeError):
 class PeerMismatch(BetweenRanks, ValueError):
     """Two ranks disagree on what to do next: a different call, call order, shape or dtype.
 
-    ``ours`` is what ``rank`` was about to do, ``theirs`` what ``peer`` was doing. Of more than two ranks ``fault`` names
-    the one that the others disagree with.
+    ``ours`` is what ``rank`` was about to do, ``theirs`` what ``peer`` was doing. Of more than two ranks ``fault``
+    names the one that the others disagree with.
     """
 
     def __init__(self, rank: int, peer: int | None, ours: object = None, theirs: object = None) -> None:
@@ -137,8 +137,8 @@ class HeapTooSmall(FlexspError, ValueError):
     def __init__(self, needed: int, had: int) -> None:
         self.needed, self.had = needed, had
         super().__init__(
-            f"symmetric heap too small: needed {needed} bytes ({-(-needed >> 20)} MiB), had {had}; "
-            "raise heap_mib of init_sequence_parallel or FLEXSP_HEAP_MIB"
+            f"symmetric heap too small: needed {needed} bytes, had {had}; set heap_mib of init_sequence_parallel or "
+            f"FLEXSP_HEAP_MIB to {-(-needed >> 20)} or more, on all ranks"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,16 +1,17 @@
 """After a fault: ranks tell each other what they met, so that every rank's error names the same rank and exchange.
 
-A rank that waits for another one sees no further than that one. If rank 2 of 4 stops, rank 1 waits for it, and rank 0 for
-rank 1. So each rank that gives up puts a report into the store of torch.distributed: whom it waited for, in which call.
-Then it follows the reports from rank to rank: the rank at their end, which has made none, is where the trouble began.
-Where ranks made different calls, those of most ranks are right. The first rank that comes to an end puts its verdict into
-the store, and the others take it over.
+A rank that waits for another one sees no further than that one. If rank 2 of 4 stops, rank 1 waits for it, and rank 0
+for rank 1. So each rank that gives up puts a report into the store of torch.distributed: whom it waited for, in which
+call. Then it follows the reports from rank to rank: the rank at their end, which has made none, is where the trouble
+began. Where ranks made different calls, those of most ranks are right. The first rank that comes to an end puts its
+verdict into the store, and the others take it over.
 
 Nothing here runs before a fault. A rank whose store is gone goes by what it has seen itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -31,8 +32,9 @@ __all__ = ["among_texts", "explained", "report", "trace"]
 SILENT, CLOSED, MISMATCH, CIRCLE = "silent", "closed", "mismatch", "circle"
 _E = TypeVar("_E", bound=BetweenRanks)
 Report = dict[str, Any]
-# How long a rank that gives up waits for the reports of others: they may have begun to wait later than it did.
-_SHARE, _LEAST, _MOST = 0.1, 1.0, 10.0
+_BROKEN_S = 1.0  # for the report of a rank that broke off, which it made before
+_SHARE, _LEAST_S = 0.25, 3.0  # of the timeout, for reports of ranks that began to wait later
+_MOST_S = {True: 30.0, False: 5.0}  # where this rank waited itself; where ranks disagree, which they find out at once
 _STORE_S = 5.0  # for a store that does not answer
 _POLL_S = 0.05
 _CLOSED = re.compile(r"closed|reset|broken pipe|refused", re.IGNORECASE)
@@ -60,8 +62,8 @@ def explained(sp: Any, error: _E) -> _E:
     _dump(sp, error)  # now, since who started the ranks may end them before the others have reported
     found = trace({sp.rank: sp.reported}, sp.rank, sp.world_size)[0]
     if (store := _store()) is not None and sp.world_size > 1:
-        patience = max(_LEAST, min(_MOST, _SHARE * sp.timeout_s)) if _waited(error) else _LEAST
-        patience = min(patience, sp.timeout_s / 4)
+        patience = _BROKEN_S if sp.reported["closed"] else max(_LEAST_S, _SHARE * sp.timeout_s)
+        patience = min(patience, _MOST_S[isinstance(error, PeerTimeout)])
         told = _in_time(lambda: _agreed(sp, store, patience), patience + _STORE_S)
         found = found if told is None else told
     error.fault = found
@@ -142,14 +144,12 @@ _R = TypeVar("_R")
 
 
 def _in_time(work: Callable[[], _R], seconds: float) -> _R | None:
-    """What `work` returns, None where it fails or takes longer: the rank that had the store may be the one that died."""
+    """What `work` returns, None where it fails or takes longer: the rank that died may be the one with the store."""
     found: list[_R] = []
 
     def run() -> None:
-        try:
+        with contextlib.suppress(Exception):  # whatever a store says when its server is gone
             found.append(work())
-        except Exception:  # noqa: S110 - whatever a store says when its server is gone
-            pass
 
     thread = threading.Thread(target=run, daemon=True, name="flexsp-faults")
     thread.start()
@@ -211,24 +211,29 @@ def trace(
     """Follows reports from rank `start` to where the trouble began; and whether later reports can change nothing.
 
     `verdict` is what ranks have agreed on before, from whose rank the search starts. It stays unless that rank has
-    itself reported another one.
+    itself reported another one. A rank that was only late has reported one that waited for it, in the same call; of
+    ranks that wait for each other in different calls the one that fewest others agree with is the fault.
     """
     path: list[int] = []
     at: int | None = start
-    while at in reports and at not in path:
+    while at is not None and at in reports and at not in path:
         path.append(at)
         row = reports[at]
-        if row["mismatch"]:
-            if verdict is not None and verdict.kind == MISMATCH:
-                return verdict, True
-            return _dispute(reports, at, row["peer"], world_size)
+        if row["mismatch"] and verdict is not None and verdict.kind == MISMATCH:
+            return verdict, True
         at = row["peer"] if row["peer"] is not None else _instead(reports, path, world_size)
+        # What a rank has only heard leads to the rank that it heard of, as long as that one says more.
+        if row["mismatch"] and (not row["heard"] or at not in reports or at in path):
+            return _dispute(reports, row["rank"], at, world_size)
+    complete = len(reports) == world_size
+    if at is not None and at in path and (verdict is None or verdict.kind != CIRCLE):
+        fault, decided = _circle(reports, path[path.index(at) :])
+        if decided or verdict is None:
+            return fault, complete
     if verdict is not None and (at is None or at in path or at == verdict.rank):
         return verdict, True
     if at is None:
         return None, False
-    if at in path:
-        return _circle(reports, path[path.index(at) :]), len(reports) == world_size
     by = _first_hand(reports, at)
     kind, said = (CLOSED, "broke off its connection to") if by["closed"] else (SILENT, "did not answer")
     text = f"rank {at} {said} rank {by['rank']} in {by['call'] or 'a call'}{_of_hop(by['hop'])}"
@@ -251,55 +256,45 @@ def _first_hand(reports: Mapping[int, Report], rank: int) -> Report:
 
 
 def _dispute(reports: Mapping[int, Report], a: int, b: int | None, world_size: int) -> tuple[Fault | None, bool]:
-    """Of two ranks in different calls, the one that fewer others agree with."""
-    first = reports[a]
-    if first["heard"] and b in reports:  # of what another rank told: that rank's own report says more
-        heard = reports[b]
-        if heard["mismatch"] and not heard["heard"] and heard["peer"] is not None:
-            return _dispute(reports, heard["rank"], heard["peer"], world_size)
+    """Of rank `a`, which reports that `b` made another call, and `b`: the one that fewer others agree with."""
     if b is None:
         return None, False
-    votes = {rank: _votes(reports, rank) for rank in (a, b)}
+    first, second = reports[a], reports.get(b)
+    number, call = first["number"], [first["number"], first["digest"]]
+    there = [row for row in reports.values() if any(n >= number for n, _ in row["calls"])]
+    votes = {a: sum(call in row["calls"] for row in there)}
+    votes[b] = len(there) - votes[a] + (second not in there)
     odd = max((a, b), key=lambda rank: (-votes[rank], _gave_up(reports, rank), rank))
     other = a if odd == b else b
-    certain = len(reports) == world_size or abs(votes[a] - votes[b]) > (world_size - len(reports))
-    row = reports.get(other) or first
-    calls = {a: first["call"], b: reports[b]["call"] if b in reports else first["theirs"]}
-    if a in reports and b not in reports and first["heard"]:
-        calls[b] = first["theirs"]
-    undecided = votes[a] == votes[b] and _gave_up(reports, a) == _gave_up(reports, b)
-    hop = _hop_between(reports, a, b)
-    low, high = sorted((a, b))
-    if undecided:
+    same = second is not None and second["number"] == number and not second["heard"]
+    calls = {a: first["call"], b: second["call"] if second is not None and same else first["theirs"] or "another call"}
+    hop = first["hop"] or (second["hop"] if second is not None and second["peer"] == a else None)
+    if votes[a] == votes[b] and _gave_up(reports, a) == _gave_up(reports, b):
+        low, high = sorted((a, b))
         text = f"ranks {low} and {high} made different calls: rank {low} {calls[low]}; rank {high} {calls[high]}"
     else:
         text = f"rank {odd} made another call than rank {other}: {calls[odd]}; rank {other} {calls[other]}"
-    return Fault(MISMATCH, odd, row["number"], row["call"], hop, text + _of_hop(hop)), certain
+    certain = len(reports) == world_size or abs(votes[a] - votes[b]) > world_size - len(reports)
+    return Fault(MISMATCH, odd, number, calls[other], _pair(hop), text + _of_hop(hop)), certain
 
 
 def _votes(reports: Mapping[int, Report], rank: int) -> int:
     """How many ranks made the call that a rank was in, itself included."""
-    mine = reports.get(rank)
-    if mine is None:
-        return 1
+    mine = reports[rank]
     return sum([mine["number"], mine["digest"]] in row["calls"] for row in reports.values())
 
 
 def _gave_up(reports: Mapping[int, Report], rank: int) -> int:
+    """Calls that errors ended on a rank before."""
     return reports[rank]["abandoned"] if rank in reports else 0
 
 
-def _hop_between(reports: Mapping[int, Report], a: int, b: int) -> tuple[int, int] | None:
-    for rank in sorted((a, b)):
-        hop = reports[rank]["hop"] if rank in reports else None
-        if hop is not None and set(hop) == {a, b}:
-            return _pair(hop)
-    return None
-
-
-def _circle(reports: Mapping[int, Report], ranks: list[int]) -> Fault:
-    """Ranks that wait for each other are in different calls: the odd one is the one that fewest others agree with."""
-    odd = min(ranks, key=lambda rank: (_votes(reports, rank), -_gave_up(reports, rank), -rank))
-    row = reports[next(rank for rank in sorted(ranks) if rank != odd)] if len(ranks) > 1 else reports[odd]
-    said = "; ".join(f"rank {rank} for rank {reports[rank]['peer']} in {reports[rank]['call']}" for rank in sorted(ranks))
-    return Fault(CIRCLE, odd, row["number"], row["call"], _pair(row["hop"]), f"ranks wait for each other: {said}")
+def _circle(reports: Mapping[int, Report], ranks: list[int]) -> tuple[Fault, bool]:
+    """Of ranks that wait for each other, the one whose call fewest others made; and whether that decides it."""
+    votes = {rank: _votes(reports, rank) for rank in ranks}
+    odd = min(ranks, key=lambda rank: (votes[rank], -_gave_up(reports, rank), -rank))
+    row = reports[min((rank for rank in ranks if rank != odd), default=odd)]
+    rows = [reports[rank] for rank in sorted(ranks)]
+    said = "; ".join(f"rank {x['rank']} for rank {x['peer']} in {x['call']}" for x in rows)
+    fault = Fault(CIRCLE, odd, row["number"], row["call"], _pair(row["hop"]), f"ranks wait for each other: {said}")
+    return fault, [*votes.values()].count(votes[odd]) == 1

@@ -43,9 +43,9 @@ def init_sequence_parallel(
         group: None (all ranks), a ProcessGroup, or a one-dimensional DeviceMesh.
         transport: "process_group" (torch.distributed), "peer" (stores to the neighbour's memory, one host), "put"
             (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), one that was registered, or
-            "auto". On CUDA that is "peer" if every rank's memory can be mapped here; else "put", if its device library is
-            there and a small state has arrived everywhere by it; else "process_group", with a warning that says why. On
-            the CPU it is "process_group".
+            "auto". On CUDA that is "peer" if every rank's memory can be mapped here; else "put", if its device library
+            is there and a small state has arrived everywhere by it; else "process_group", with a warning that says why.
+            On the CPU it is "process_group".
         heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
         schedule: "chain" (default), or a baseline: "serial", "pipelined", "all_gather".
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that

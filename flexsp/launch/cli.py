@@ -158,7 +158,7 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _names_argument(parser, "--schedules", SCHEDULES, text, SCHEDULES)
     text = "of chain; the other schedules are torch send/recv (default auto)"
     parser.add_argument("--transport", default="auto", choices=("auto", *transports()), help=text)
-    text = "run a file first, in every rank, that makes transports known by register_transport; several times for several"
+    text = "run a file first, in every rank, that makes a transport known by register_transport; may be repeated"
     parser.add_argument("--register", action="append", metavar="FILE.py", help=text)
     text = f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)"
     _names_argument(parser, "--peers", PEERS, text, [])
@@ -248,7 +248,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run_first(words: Sequence[str]) -> None:
-    """Runs the files of ``--register`` before the other words are read, among which are the names that they register."""
+    """Runs the files of ``--register``. The names that they register may stand among the other words."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--register", action="append", default=[])
     for file in early.parse_known_args(words)[0].register:

@@ -1,4 +1,4 @@
-"""`flexsp dump FOLDER`: who was where, from the files that ranks wrote after a fault (FLEXSP_DUMP) or by ``sp.dump``."""
+"""`flexsp dump FOLDER`: who was where, from the files that ranks wrote after a fault (FLEXSP_DUMP) or by `sp.dump`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def described(ranks: Mapping[int, Group]) -> list[str]:
     for rank, group in sorted(ranks.items()):
         lines.append(f"  rank {rank} on {group['host']}: {_where(group)}")
         if group["failure"]:
-            lines.append(f"      {group['failure'].splitlines()[0]}")
+            lines.append(f"      {group['failure'].splitlines()[0][:200]}")
     lines += _apart(ranks)
     faults = dict.fromkeys(group["first_fault"] for group in ranks.values() if group["first_fault"])
     return lines + [f"first fault: {fault}" for fault in faults]
@@ -55,8 +55,9 @@ def _where(group: Group) -> str:
         did = "in"
     else:
         did = "launched" if last["by"] == "kernel" else "done with"
-    ends = ["" if last[end] is None else f"{word} rank {last[end]}" for end, word in (("source", "from"), ("target", "to"))]
-    return f"{did} call {last['number']} {since:.1f} s before, {' '.join(x for x in ends if x) or 'all ranks'}: {last['what']}"
+    ends = [("from", last["source"]), ("to", last["target"])]
+    between = " ".join(f"{word} rank {rank}" for word, rank in ends if rank is not None) or "all ranks"
+    return f"{did} call {last['number']} {since:.1f} s before, {between}: {last['what']}"
 
 
 def _apart(ranks: Mapping[int, Group]) -> list[str]:
@@ -70,11 +71,11 @@ def _apart(ranks: Mapping[int, Group]) -> list[str]:
         if len(by_text) > 1:
             said = [f"  rank {_listed(who)}: {text}" for text, who in by_text.items()]
             return [f"ranks differ first in call {number}:", *said]
-    reached = {rank: max(made, default=0) for rank, made in calls.items()}
-    if len(set(reached.values())) > 1:
-        last = {number: [rank for rank in reached if reached[rank] == number] for number in sorted(set(reached.values()))}
-        return ["last calls: " + ", ".join(f"{number} of rank {_listed(who)}" for number, who in last.items())]
-    return []
+    last: dict[int, list[int]] = {}
+    for rank, made in sorted(calls.items()):
+        last.setdefault(max(made, default=0), []).append(rank)
+    ends = ", ".join(f"{number} of rank {_listed(who)}" for number, who in sorted(last.items()))
+    return [f"last calls: {ends}"] if len(last) > 1 else []
 
 
 def _listed(ranks: Sequence[int]) -> str:

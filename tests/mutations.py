@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
 from tests.mutations_examples import EXAMPLES
+from tests.mutations_faults import FAULTS
 from tests.mutations_fla import FLA
 from tests.mutations_gates import GATES
 from tests.mutations_kernels import KERNELS
@@ -595,6 +596,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
-    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
+    *_ATTENTION, *TRANSFORMERS, *FAULTS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

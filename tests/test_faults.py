@@ -27,7 +27,7 @@ from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick
 
 WORLD, ODD = 4, 2  # the rank that dies, is silent, or makes another call
-LIMIT_S = 3.0
+LIMIT_S = {"posix": 6.0, "process_group": 3.0}
 
 
 def train(sp: Any, how: str, backward: bool, folder: str) -> None:
@@ -39,7 +39,7 @@ def train(sp: Any, how: str, backward: bool, folder: str) -> None:
     g = -torch.rand(1, 4, 1)
     try:
         for step in range(8):  # the first rank of a chain of kernels hears of a fault two calls later
-            if step == 1:
+            if step < 2:
                 torch.distributed.barrier()
             odd = step == 1 and sp.rank == ODD
             if odd and not backward and _leaves(how):
@@ -73,10 +73,9 @@ CASES = [
     for backward in (False, True)
 ]  # fmt: skip
 QUICK = [
-    ("posix", "chain", "is silent", False),
+    ("posix", "chain", "calls another op", False),
     ("process_group", "chain", "dies", True),
     ("process_group", "chain", "is silent", False),
-    ("process_group", "all_gather", "calls another op", False),
 ]
 
 
@@ -86,8 +85,8 @@ def told(transport: str, schedule: str, how: str, backward: bool, folder: Path) 
         options |= {"heap_mib": 1, "env": options["env"] | INTERPRETED}
     with contextlib.nullcontext() if how != "dies" else pytest.raises(RankFailure):
         run_ranks(
-            train, WORLD, how, backward, str(folder), transport=transport, schedule=schedule, sp_timeout_s=LIMIT_S,
-            **options,
+            train, WORLD, how, backward, str(folder), transport=transport, schedule=schedule,
+            sp_timeout_s=LIMIT_S[transport], **options,
         )  # fmt: skip
     files = [folder / str(rank) for rank in range(WORLD)]
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
@@ -111,7 +110,7 @@ def test_all_ranks_name_the_same_fault(
         assert ODD in fault.hop and abs(fault.hop[0] - fault.hop[1]) == 1
         assert (fault.hop[0] > fault.hop[1]) == backward
     assert f"simple_gla on torch.float32, g, scale 0.25 ({'backward' if backward else 'forward'}" in fault.call, fault
-    assert fault.call.startswith(f"call {fault.number}, ") or kernels, fault  # of which a rank may know the text alone
+    assert f"call {fault.number}" in fault.call or kernels, fault  # of which a rank may know the text alone
     for rank, error in enumerate(errors):
         if rank == ODD and leaves:
             assert error is None
@@ -124,10 +123,10 @@ def test_all_ranks_name_the_same_fault(
         file = tmp_path / "dumps" / f"rank_{rank}.json"
         assert str(file) in str(error)
         written = json.loads(file.read_text())
-        (group,) = (x for x in written["groups"] if x["failure"])
+        (group,) = written["groups"]
         assert written["rank"] == group["rank"] == rank and group["first_fault"] == str(fault)
         assert f"first fault: {fault}" in written["error"]
-        assert [row["number"] for row in group["exchanges"]] == list(range(1, 1 + len(group["exchanges"])))
+        assert {row["number"] for row in group["exchanges"]} == set(range(1, 1 + group["calls"]))
         assert (group["kernel_record"] is not None) == kernels
     assert cli.main(["dump", str(tmp_path / "dumps")]) == 0
     said = capsys.readouterr().out
@@ -211,6 +210,8 @@ def test_traces_of_ranks_that_wait_for_each_other() -> None:
         assert fault is not None and (fault.kind, fault.rank, fault.hop) == (CIRCLE, 2, (1, 2)) and certain
         assert fault.text == "ranks wait for each other: rank 1 for rank 2 in op; rank 2 for rank 1 in another"
     assert trace(rows, 2, 4, fault) == (fault, True)
+    # the others have reported, but in different calls: the last rank may yet say for whom it waits
+    assert not trace({rank: rows[rank] for rank in (0, 2, 3)}, 0, 4)[1]
 
 
 # The store ------------------------------------------------------------------------------------------------------------

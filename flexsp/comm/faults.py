@@ -237,7 +237,9 @@ def trace(
     by = _first_hand(reports, at)
     kind, said = (CLOSED, "broke off its connection to") if by["closed"] else (SILENT, "did not answer")
     text = f"rank {at} {said} rank {by['rank']} in {by['call'] or 'a call'}{_of_hop(by['hop'])}"
-    return Fault(kind, at, by["number"], by["call"], _pair(by["hop"]), text), len(reports) == world_size - 1
+    fault = Fault(kind, at, by["number"], by["call"], _pair(by["hop"]), text)
+    made, same = _made(reports, by)  # else the rank may wait for one of the others, in the call that these did not make
+    return fault, len(reports) == world_size - 1 and made == same
 
 
 def _instead(reports: Mapping[int, Report], path: list[int], world_size: int) -> int | None:
@@ -260,15 +262,15 @@ def _dispute(reports: Mapping[int, Report], a: int, b: int | None, world_size: i
     if b is None:
         return None, False
     first, second = reports[a], reports.get(b)
-    number, call = first["number"], [first["number"], first["digest"]]
-    there = [row for row in reports.values() if any(n >= number for n, _ in row["calls"])]
-    votes = {a: sum(call in row["calls"] for row in there)}
-    votes[b] = len(there) - votes[a] + (second not in there)
+    number, (there, same) = first["number"], _made(reports, first)
+    reached = second is not None and any(n >= number for n, _ in second["calls"])
+    votes = {a: same, b: there - same + (not reached)}
     odd = max((a, b), key=lambda rank: (-votes[rank], _gave_up(reports, rank), rank))
     other = a if odd == b else b
     same = second is not None and second["number"] == number and not second["heard"]
     calls = {a: first["call"], b: second["call"] if second is not None and same else first["theirs"] or "another call"}
-    hop = first["hop"] or (second["hop"] if second is not None and second["peer"] == a else None)
+    hops = [row["hop"] for row in (reports.get(other), first, second) if row is not None and row["peer"] in (a, b)]
+    hop = next((hop for hop in hops if hop is not None), None)  # as the rank sees it that is not the odd one
     if votes[a] == votes[b] and _gave_up(reports, a) == _gave_up(reports, b):
         low, high = sorted((a, b))
         text = f"ranks {low} and {high} made different calls: rank {low} {calls[low]}; rank {high} {calls[high]}"
@@ -276,6 +278,13 @@ def _dispute(reports: Mapping[int, Report], a: int, b: int | None, world_size: i
         text = f"rank {odd} made another call than rank {other}: {calls[odd]}; rank {other} {calls[other]}"
     certain = len(reports) == world_size or abs(votes[a] - votes[b]) > world_size - len(reports)
     return Fault(MISMATCH, odd, number, calls[other], _pair(hop), text + _of_hop(hop)), certain
+
+
+def _made(reports: Mapping[int, Report], by: Report) -> tuple[int, int]:
+    """How many ranks have made a call of the number that a report is about, and how many the same one."""
+    call = [by["number"], by["digest"]]
+    there = [row for row in reports.values() if any(number >= by["number"] for number, _ in row["calls"])]
+    return len(there), sum(call in row["calls"] for row in there)
 
 
 def _votes(reports: Mapping[int, Report], rank: int) -> int:

@@ -167,7 +167,8 @@ class Ranks:
             raise faults.explained(self, self.failure)
 
     def dump(self, folder: str | os.PathLike[str], error: BaseException | None = None) -> Path:
-        """Writes the last exchanges of this process into `folder`, as ``rank_N.json`` with its rank N of the world.
+        """Writes the last 64 exchanges of each group of this process into `folder`, as ``rank_N.json`` with its rank N
+        of the world.
 
         After an error between ranks this happens by itself where FLEXSP_DUMP names a folder. ``python -m flexsp dump
         FOLDER`` reads the files of all ranks. Not collective, and no GPU is waited for.
@@ -176,7 +177,11 @@ class Ranks:
             the file, which is replaced in one step.
         """
         file = Path(folder) / f"rank_{self.global_ranks[self.rank]}.json"
-        groups = [group.as_row() for group in list(GROUPS.values()) if group.world_size > 1 or group is self]
+        found = self.failure if self.failure is not None else error
+        groups = [
+            group.as_row(found if group is self else group.failure) for group in list(GROUPS.values())
+            if group.world_size > 1 or group is self
+        ]  # fmt: skip
         content = {
             "rank": self.global_ranks[self.rank], "host": socket.gethostname(), "process": os.getpid(),
             "written_ns": time.time_ns(), "error": None if error is None else str(error), "groups": groups,
@@ -187,13 +192,13 @@ class Ranks:
         beside.replace(file)
         return file
 
-    def as_row(self) -> dict[str, Any]:
-        """What a dump says of this group."""
-        fault = None if self.failure is None else self.failure.fault
+    def as_row(self, failure: BaseException | None) -> dict[str, Any]:
+        """What a dump says of this group and of its failure."""
+        fault = getattr(failure, "fault", None)
         return {
             "key": self.store_key, "ranks": self.global_ranks, "rank": self.rank, "transport": self.transport,
             "schedule": self.schedule, "timeout_s": self.timeout_s, "lengths": self._lengths, "calls": self.calls,
-            "abandoned": self.abandoned, "failure": None if self.failure is None else str(self.failure),
+            "abandoned": self.abandoned, "failure": None if failure is None else str(failure),
             "first_fault": None if fault is None else str(fault),
             "kernel_record": None if self.records is None else self.records.row(),
             "exchanges": [*self.recorder.rows()],

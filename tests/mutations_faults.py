@@ -13,7 +13,7 @@ _DIFFERENT = _FAULTS + "test_traces_of_ranks_in_different_calls"
 _CIRCLE = _FAULTS + "test_traces_of_ranks_that_wait_for_each_other"
 _VERDICT = _FAULTS + "test_a_verdict_stays_unless_its_rank_reports_another"
 _STORE = _FAULTS + "test_ranks_take_over_the_first_verdict"
-_WRITTEN = _FAULTS + "test_a_user_writes_what_has_been_exchanged[process_group]"
+_WRITTEN = _FAULTS + "test_a_user_writes_what_has_been_exchanged[posix]"
 _ALL = _FAULTS + "test_all_ranks_name_the_same_fault"
 
 FAULTS = [
@@ -42,11 +42,12 @@ FAULTS = [
          _FAULTS + "test_traces_from_ranks_that_do_not_know_for_whom_they_waited"),
         ("if index not in read and store.check([f\"{key}/report/{index}\"]):", "if index not in read:",
          "a rank that died while it reported stops the others", _STORE),
-        ('before = "" if verdict is None else', 'before = "" if True else', "a verdict is never corrected", _STORE),
+        ('before = "" if verdict is None else', 'before = "" if True else', "a verdict is never corrected",
+         _FAULTS + "test_a_rank_that_was_named_too_early_corrects_the_verdict"),
         ("        except OSError as problem:", "        except KeyError as problem:", "a full disk hides the error",
          _FAULTS + "test_a_folder_that_cannot_be_written_hides_no_error"),
         ("    report(sp, error)\n    error.call", "    sp.reported = _report_of(sp, error)\n    error.call",
-         "ranks keep to themselves what they met", _ALL + "[process_group-chain-dies-True]"),
+         "ranks keep to themselves what they met", _FAULTS + "test_a_rank_tells_the_others_once_what_it_met"),
         ("    _dump(sp, error)\n    return error\n\n\ndef among", "    return error\n\n\ndef among", "files do not say whose fault it was",
          _ALL + "[process_group-chain-dies-True]"),
     ),
@@ -73,6 +74,13 @@ FAULTS = [
         ("self.direction, self.detail)\n        return (type(self), fields, vars(self))",
          "self.direction, self.detail)\n        return (type(self), fields)", "a fault is lost between processes",
          _FAULTS + "test_errors_keep_what_they_say_in_other_processes"),
+    ),
+    *_in(
+        "flexsp/launch/termination.py",
+        ("            signal.signal(signal.SIGTERM, signal.SIG_DFL)", "            pass", "children of a rank are not ended",
+         _FAULTS + "test_a_rank_that_torchrun_ends_writes_its_exchanges"),
+        ("        if signal.getsignal(signal.SIGTERM) is _left_to_the_thread:\n            ctypes", "        if True:\n            ctypes",
+         "the user's handler does not decide", _FAULTS + "test_a_rank_that_torchrun_ends_writes_its_exchanges"),
     ),
     *_in(
         "flexsp/launch/cli.py",

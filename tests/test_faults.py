@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ import torch
 
 from flexsp.comm import faults
 from flexsp.comm.faults import CIRCLE, CLOSED, MISMATCH, SILENT, trace
+from flexsp.comm.group import SequenceParallel
 from flexsp.comm.recorder import KEPT, Recorder, ended
 from flexsp.comm.signature import Signature
 from flexsp.exceptions import BetweenRanks, Fault, PeerMismatch, PeerTimeout
@@ -24,7 +27,7 @@ from flexsp.ops import chunk_simple_gla
 from flexsp.testing import run_ranks
 from flexsp.testing.ranks import RankFailure
 from tests.harness.interpreted import INTERPRETED
-from tests.marks import quick
+from tests.marks import quick, slow
 
 WORLD, ODD = 4, 2  # the rank that dies, is silent, or makes another call
 LIMIT_S = {"posix": 6.0, "process_group": 3.0}
@@ -157,6 +160,8 @@ def test_traces_of_ranks_that_waited() -> None:
     # who met it says more than who heard of it, and the earliest call is where it began
     fault, _ = trace({0: row(0, 2, 5, heard=True), 1: row(1, 2, 9), 3: row(3, 2, 8)}, 0, 4)
     assert fault is not None and (fault.number, fault.hop) == (8, (2, 3))
+    fault, _ = trace({0: row(0, 1, 5), 1: row(1, 2, 7)}, 0, 4)
+    assert fault is not None and (fault.number, fault.hop) == (7, (1, 2))
 
 
 def test_traces_from_ranks_that_do_not_know_for_whom_they_waited() -> None:
@@ -253,6 +258,31 @@ def test_ranks_take_over_the_first_verdict(monkeypatch: pytest.MonkeyPatch) -> N
     assert json.loads(store["key/verdict"])["text"] == first.text
 
 
+def test_a_rank_that_was_named_too_early_corrects_the_verdict() -> None:
+    store: Any = Store()
+    faults._put(store, "key", row(0, 1))
+    early = faults._agreed(group(0, 1), store, 0.0)
+    assert early is not None and early.rank == 1
+    faults._put(store, "key", row(1, 2))
+    later = faults._agreed(group(1, 2), store, 0.0)
+    assert later is not None and later.rank == 2 and faults._agreed(group(3, 2), store, 0.0) == later
+
+
+def test_a_rank_tells_the_others_once_what_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = Store()
+    monkeypatch.setattr(faults, "_store", lambda: store)
+    sp = SequenceParallel(world_size=2, timeout_s=0.1)
+    sp.recorder.begin(1, "an exchange", None, 1, "process_group")
+    sp.failure = PeerTimeout(0, 1, direction="recv", detail="Connection closed by peer")
+    for _ in range(2):
+        with pytest.raises(PeerTimeout) as caught:
+            sp.check()
+    assert store[f"{sp.store_key}/reports"] == 1
+    told = json.loads(store[f"{sp.store_key}/report/1"])
+    assert (told["rank"], told["peer"], told["closed"], told["number"], told["hop"]) == (0, 1, True, 1, [0, 1])
+    assert caught.value.call == "call 1, an exchange, hop 0 -> 1"
+
+
 def test_a_store_that_fails_or_hangs_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise torch.distributed.DistNetworkError("gone")
@@ -298,7 +328,7 @@ def exchanges(sp: Any, folder: str) -> list[Any]:
     return [(x["number"], x["by"], x["source"], x["target"], x["what"].split(" ")[0]) for x in found["exchanges"]]
 
 
-@pytest.mark.parametrize("transport", ["process_group", "posix"])
+@pytest.mark.parametrize("transport", ["posix", *slow("process_group")])
 def test_a_user_writes_what_has_been_exchanged(transport: str, tmp_path: Path) -> None:
     options = {"heap_mib": 1, "env": INTERPRETED} if transport == "posix" else {}
     found = run_ranks(exchanges, 3, str(tmp_path), transport=transport, fresh_sp=True, **options)
@@ -312,14 +342,50 @@ def test_a_user_writes_what_has_been_exchanged(transport: str, tmp_path: Path) -
 def test_a_folder_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXSP_DUMP", str(tmp_path / "file"))
-    from flexsp.comm.group import SequenceParallel
-
     sp = SequenceParallel(world_size=2, timeout_s=0.1)
     sp.failure = PeerTimeout(0, 1, direction="recv", detail="Connection closed by peer")
     with pytest.warns(UserWarning, match="FLEXSP_DUMP: .*file"), pytest.raises(PeerTimeout) as caught:
         sp.check()
     fault = caught.value.fault
     assert fault is not None and (fault.kind, fault.rank) == (CLOSED, 1) and caught.value.dumped == ""
+
+
+WAITING = """
+import ctypes, os, signal, sys, time
+from flexsp.comm.group import SequenceParallel
+from flexsp.launch.termination import dump_when_ended
+
+if sys.argv[1] == "own handler":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+dump_when_ended()
+sp = SequenceParallel(rank=1, world_size=2)
+sp.recorder.begin(3, "an exchange", 0, None, "kernel")
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(write, b"x")
+    time.sleep(100)
+    os._exit(0)
+os.read(read, 1)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+print("waits", flush=True)
+while True:
+    ctypes.CDLL(None).pause()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("no handler", -15), *slow(("own handler", 7))])
+def test_a_rank_that_torchrun_ends_writes_its_exchanges(how: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    env = os.environ | {"FLEXSP_DUMP": str(tmp_path / "dumps"), "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, str(tmp_path / "waiting.py"), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        process.terminate()
+        assert process.wait(100) == status
+    (group,) = json.loads((tmp_path / "dumps" / "rank_1.json").read_text())["groups"]
+    assert [(x["number"], x["ended_ns"]) for x in group["exchanges"]] == [(3, None)]
 
 
 def test_errors_keep_what_they_say_in_other_processes() -> None:

@@ -14,6 +14,7 @@ from flexsp.comm.transport import Transport, in_kernel, register_transport, tran
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.ranks import RankFailure, run_ranks
 from tests.harness.interpreted import INTERPRETED
+from tests.marks import slow
 
 
 class Mine(Transport):
@@ -146,7 +147,7 @@ def tries(sp: Any, how: str) -> Any:
     return answer, total.item(), sp.timeout_s, sp.calls
 
 
-@pytest.mark.parametrize("how", ["arrives", "lost"])
+@pytest.mark.parametrize("how", ["lost", *slow("arrives")])
 def test_a_trial_of_a_transport(how: str) -> None:
     options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": 8.0, "fresh_sp": True, "env": INTERPRETED}
     answers = run_ranks(tries, 3, how, **options)

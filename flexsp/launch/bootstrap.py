@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import PROCESS_GROUP, transport_of, transports
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
+from flexsp.launch.termination import dump_when_ended
 from flexsp.scan.schedules import SCHEDULES
 
 __all__ = ["init_sequence_parallel"]
@@ -88,6 +89,7 @@ def init_sequence_parallel(
         rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
         cpu_group=cpu_group, device=where, schedule=schedule, timeout_s=timeout_s, check_calls=check_calls,
     )  # fmt: skip
+    dump_when_ended()
     if max(len(members) for members in everyone) > 1:
         _attach_heap(sp, transport, heap_mib)
     if where.type == "cuda" and data_group is not None:

@@ -68,9 +68,6 @@ _SCAN = [
         "flexsp/scan/transitions.py",
         ("_like(self.cut != 0, like)", "_like(self.cut > 1, like)", "cuts do not cut",
          "tests/test_schedules.py::test_nothing_passes_a_cut"),
-    ),
-    *_in(
-        "flexsp/scan/transitions.py",
         ("times(self.apply(state), dF)", "times(_like(self.a.exp(), state) * state, dF)",
          "decays behind a cut have a gradient",
          "tests/test_cuts_between_ranks.py::test_the_decay_of_a_rank_that_cuts_has_no_gradient"),

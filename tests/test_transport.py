@@ -133,13 +133,17 @@ def test_what_auto_takes(
 def tries(sp: Any, how: str) -> Any:
     """What a trial says on this rank; and whether the group works by torch.distributed afterwards."""
     from flexsp.launch import bootstrap
+    from flexsp.scan import propagate as module
 
+    sends = module.propagate
     if how == "lost" and sp.rank == 1:  # its messages do not arrive
         sp.rank = 0
+    elif how == "wrong" and sp.rank == 1:
+        module.propagate = lambda states, *args, **how: (sends(states, *args, **how), states.add_(how["reverse"]))
+    try:
         answer = bootstrap._trial(sp)
-        sp.rank = 1
-    else:
-        answer = bootstrap._trial(sp)
+    finally:
+        module.propagate, sp.rank = sends, dist.get_rank()
     dist.barrier(group=sp.cpu_group)
     sp.transport = "process_group"
     sp.start_anew()
@@ -147,12 +151,14 @@ def tries(sp: Any, how: str) -> Any:
     return answer, total.item(), sp.timeout_s, sp.calls
 
 
-@pytest.mark.parametrize("how", ["lost", *slow("arrives")])
+@pytest.mark.parametrize("how", ["wrong", *slow("arrives", "lost")])
 def test_a_trial_of_a_transport(how: str) -> None:
     options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": 8.0, "fresh_sp": True, "env": INTERPRETED}
     answers = run_ranks(tries, 3, how, **options)
+    if how == "wrong":
+        assert [answer for answer, *_ in answers] == ["", "a state arrived as 4, which should be 3", ""]
     for rank, (answer, total, timeout_s, calls) in enumerate(answers):
-        assert (rank == 0 or bool(answer) == (how == "lost")) and "_trial" not in answer, answers
+        assert rank == 0 or how == "wrong" or bool(answer) == (how == "lost"), answers
         assert total == (rank + 1) * 3 / 6 and timeout_s == 8.0 and calls == 1
 
 

@@ -46,7 +46,7 @@ FAULTS = [
          _FAULTS + "test_a_rank_that_was_named_too_early_corrects_the_verdict"),
         ("        except OSError as problem:", "        except KeyError as problem:", "a full disk hides the error",
          _FAULTS + "test_a_folder_that_cannot_be_written_hides_no_error"),
-        ("    report(sp, error)\n    error.call", "    sp.reported = _report_of(sp, error)\n    error.call",
+        ("    report(sp, error)\n    found", "    sp.reported = _report_of(sp, error)\n    found",
          "ranks keep to themselves what they met", _FAULTS + "test_a_rank_tells_the_others_once_what_it_met"),
         ("    _dump(sp, error)\n    return error\n\n\ndef among", "    return error\n\n\ndef among", "files do not say whose fault it was",
          _ALL + "[process_group-chain-dies-True]"),

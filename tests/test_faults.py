@@ -79,7 +79,6 @@ CASES = [
 QUICK = [
     ("posix", "chain", "calls another op", False),
     ("process_group", "chain", "dies", True),
-    ("process_group", "chain", "is silent", False),
 ]
 
 

@@ -57,9 +57,9 @@ def explained(sp: Any, error: _E) -> _E:
     if error.explained:
         return error
     error.explained = True
-    report(sp, error)
     error.call = _entry_of(sp, error)[1]
     _dump(sp, error)  # now, since who started the ranks may end them before the others have reported
+    report(sp, error)
     found = trace({sp.rank: sp.reported}, sp.rank, sp.world_size)[0]
     if (store := _store()) is not None and sp.world_size > 1:
         patience = _BROKEN_S if sp.reported["closed"] else max(_LEAST_S, _SHARE * sp.timeout_s)

@@ -25,7 +25,7 @@ from flexsp.comm.signature import Signature
 from flexsp.exceptions import BetweenRanks, Fault, PeerMismatch, PeerTimeout
 from flexsp.launch import cli
 from flexsp.ops import chunk_simple_gla
-from flexsp.testing import run_ranks
+from flexsp.testing import ranks, run_ranks
 from flexsp.testing.ranks import RankFailure
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import quick, slow
@@ -82,10 +82,13 @@ QUICK = [
 ]
 
 
-def told(transport: str, schedule: str, how: str, backward: bool, folder: Path) -> list[Any]:
+def told(
+    transport: str, schedule: str, how: str, backward: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:  # fmt: skip
     options: dict[str, Any] = {"own_processes": True, "env": {"FLEXSP_DUMP": str(folder / "dumps")}}
     if transport == "posix":
         options |= {"heap_mib": 1, "env": options["env"] | INTERPRETED}
+    monkeypatch.setattr(ranks, "_GRACE_S", 60.0)  # for those that are told of the death of another
     with contextlib.nullcontext() if how != "dies" else pytest.raises(RankFailure):
         run_ranks(
             train, WORLD, how, backward, str(folder), transport=transport, schedule=schedule,
@@ -97,10 +100,11 @@ def told(transport: str, schedule: str, how: str, backward: bool, folder: Path) 
 
 @pytest.mark.parametrize(("transport", "schedule", "how", "backward"), quick(CASES, *QUICK))
 def test_all_ranks_name_the_same_fault(
-    transport: str, schedule: str, how: str, backward: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    transport: str, schedule: str, how: str, backward: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The table in docs/use.md."""
-    errors = told(transport, schedule, how, backward, tmp_path)
+    errors = told(transport, schedule, how, backward, tmp_path, monkeypatch)
     leaves, kernels = how != "calls another op", transport == "posix"
     one_call = not (kernels and backward)  # kernels of the other direction do not meet: each waits for the other
     kinds = {
@@ -322,7 +326,7 @@ def exchanges(sp: Any, folder: str) -> list[Any]:
         chunk_simple_gla(q, k, v, -torch.rand(1, 4, 1), sp=sp)[0].sum().backward()
     sp.token_mean(torch.ones(3))
     file = sp.dump(Path(folder, "made"))
-    assert file == Path(folder, "made", f"rank_{sp.rank}.json") and [*file.parent.glob("*.[0-9]*")] == []
+    assert file == Path(folder, "made", f"rank_{sp.rank}.json") and [*file.parent.glob(f"rank_{sp.rank}.[0-9]*")] == []
     found = next(x for x in json.loads(file.read_text())["groups"] if x["key"] == sp.store_key)
     assert found["failure"] is None and found["calls"] == 5 and all(x["ended_ns"] for x in found["exchanges"])
     return [(x["number"], x["by"], x["source"], x["target"], x["what"].split(" ")[0]) for x in found["exchanges"]]

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import operator
 import os
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 
 __all__ = [
-    "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout", "UncoveredWarning",
-    "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted", "fail",
-    "kernels_on_cpu",
+    "BetweenRanks", "Fault", "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout",
+    "UncoveredWarning", "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted",
+    "fail", "kernels_on_cpu",
 ]  # fmt: skip
 
 
@@ -23,12 +24,66 @@ class FlexspError(Exception):
     """Base of all errors below."""
 
 
-class PeerTimeout(FlexspError, RuntimeError):
+@dataclass(frozen=True)
+class Fault:
+    """Where the trouble of a group of ranks began, as its ranks agreed when they met it.
+
+    Attributes:
+        kind: "silent" (the rank did not answer), "closed" (its connection broke), "mismatch" (it made another call than
+            the others), or "circle" (ranks wait for each other).
+        rank: of the group, that did not answer or made another call; of two ranks between which nobody can decide, the
+            later one.
+        number: of the call over ranks in which it was noticed, counted on every rank from 1.
+        call: what the ranks exchanged there, with the op that needed it.
+        hop: ranks (from, to) of the data in question; None where all ranks send to all.
+        text: all this as errors say it.
+    """
+
+    kind: str
+    rank: int
+    number: int
+    call: str
+    hop: tuple[int, int] | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class BetweenRanks(FlexspError):
+    """Base of the two errors that ranks raise about each other.
+
+    Attributes:
+        call: the exchange that this rank was in, with its number.
+        fault: where the trouble began: the same on all ranks that raise; None where they could not find out.
+        dumped: file with the last exchanges of this rank; empty unless FLEXSP_DUMP names a folder.
+        number, word: of the exchange, of which kernels know the number or the hash; 0 where they do not.
+        heard: whether another rank met it and told this one.
+    """
+
+    call = ""
+    fault: Fault | None = None
+    dumped = ""
+    number = 0
+    word = 0
+    heard = False
+    explained = False
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        lines += [f"  this rank: {self.call}"] if self.call else []
+        lines += [f"  first fault: {self.fault}"] if self.fault is not None else []
+        lines += [f"  last exchanges: {self.dumped}"] if self.dumped else []
+        return "\n".join(lines)
+
+
+class PeerTimeout(BetweenRanks, RuntimeError):
     """A neighbour did not deliver in time, or its connection broke.
 
     Attributes (None where a transport does not know): ``rank`` and ``peer`` are ranks in the sequence-parallel group,
     ``direction`` is what the rank was doing ("recv", "send", ...), ``tile`` the tile of the state, ``expected`` and
-    ``seen`` the epochs of its flag, ``detail`` what the transport said.
+    ``seen`` the epochs of its flag, ``detail`` what the transport said. ``peer`` is whom this rank waited for, or whom
+    another rank named; ``fault`` says where the trouble began.
     """
 
     def __init__(
@@ -54,13 +109,14 @@ class PeerTimeout(FlexspError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.rank, self.peer, self.tile, self.expected, self.seen, self.direction, self.detail)
-        return (type(self), fields)
+        return (type(self), fields, vars(self))
 
 
-class PeerMismatch(FlexspError, ValueError):
+class PeerMismatch(BetweenRanks, ValueError):
     """Two ranks disagree on what to do next: a different call, call order, shape or dtype.
 
-    ``ours`` is what ``rank`` was about to do, ``theirs`` what ``peer`` was doing.
+    ``ours`` is what ``rank`` was about to do, ``theirs`` what ``peer`` was doing. Of more than two ranks ``fault``
+    names the one that the others disagree with.
     """
 
     def __init__(self, rank: int, peer: int | None, ours: object = None, theirs: object = None) -> None:
@@ -72,7 +128,7 @@ class PeerMismatch(FlexspError, ValueError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.rank, self.peer, self.ours, self.theirs))
+        return (type(self), (self.rank, self.peer, self.ours, self.theirs), vars(self))
 
 
 class HeapTooSmall(FlexspError, ValueError):
@@ -81,8 +137,8 @@ class HeapTooSmall(FlexspError, ValueError):
     def __init__(self, needed: int, had: int) -> None:
         self.needed, self.had = needed, had
         super().__init__(
-            f"symmetric heap too small: needed {needed} bytes ({-(-needed >> 20)} MiB), had {had}; "
-            "raise heap_mib of init_sequence_parallel or FLEXSP_HEAP_MIB"
+            f"symmetric heap too small: needed {needed} bytes, had {had}; set heap_mib of init_sequence_parallel or "
+            f"FLEXSP_HEAP_MIB to {-(-needed >> 20)} or more, on all ranks"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
 from tests.mutations_examples import EXAMPLES
+from tests.mutations_faults import FAULTS
 from tests.mutations_fla import FLA
 from tests.mutations_gates import GATES
 from tests.mutations_hosts import HOSTS
@@ -68,9 +69,6 @@ _SCAN = [
         "flexsp/scan/transitions.py",
         ("_like(self.cut != 0, like)", "_like(self.cut > 1, like)", "cuts do not cut",
          "tests/test_schedules.py::test_nothing_passes_a_cut"),
-    ),
-    *_in(
-        "flexsp/scan/transitions.py",
         ("times(self.apply(state), dF)", "times(_like(self.a.exp(), state) * state, dF)",
          "decays behind a cut have a gradient",
          "tests/test_cuts_between_ranks.py::test_the_decay_of_a_rank_that_cuts_has_no_gradient"),
@@ -591,6 +589,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *HOSTS, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
-    *_ATTENTION, *TRANSFORMERS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
+    *_ATTENTION, *TRANSFORMERS, *FAULTS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -89,8 +89,9 @@ STARTING = [
         "flexsp/launch/bootstrap.py",
         ("        if not lost_peer(error):\n            raise\n", "", "every error is called a silent peer",
          _GROUP + "test_what_is_no_silence_of_a_peer"),
-        ('if transport == "auto" and not any(problems) and not everywhere_near:', "if False:",
-         "auto takes put where its first call fails", _AUTO),
+        ('if name == "put" and not any(problems):', "if False:", "auto takes put where its first call fails", _AUTO),
+        ('if transport != "auto" or name != "put":', "if True:", "auto takes put where nothing arrives by it", _AUTO),
+        ("        sp.start_anew()\n", "", "a failed trial is remembered", _AUTO),
     ),
     *_in(
         "flexsp/launch/doctor.py",

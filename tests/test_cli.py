@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flexsp.comm import transport
 from flexsp.comm.transport import transports
 from flexsp.launch import cli, doctor
 
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 FLAGS = {
     "doctor": ["--no-test", "--ranks"],
+    "dump": [],
     "plan": [
         "--model", "--tokens", "--gpus", "--gpus-per-host", "--gpu", "--gpu-memory", "--sequences", "--parameters",
         "--optimizer", "--no-checkpointing", "--network", "--json",
@@ -30,8 +33,8 @@ FLAGS = {
     ],
     "bench scale": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
-        "--case", "--T-local", "--schedules", "--transport", "--peers", "--ranks", "--timeout", "--no-states",
-        "--state-batches", "--state-segments",
+        "--case", "--T-local", "--schedules", "--transport", "--register", "--peers", "--ranks", "--timeout",
+        "--no-states", "--state-batches", "--state-segments",
     ],
     "bench models": [
         "--only", "--lengths", "--B", "--gates", "--peers", "--naive", "--check", "--device", "--dtype", "--warmup",
@@ -104,6 +107,26 @@ def test_bad_words_are_explained(words: list[str], message: str, capsys: pytest.
         cli.main(words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_registered_transports_have_names_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    monkeypatch.setattr(transport, "_TRANSPORTS", dict(transport._TRANSPORTS))
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: SimpleNamespace(run=lambda args: args.transport))
+    words = ["bench", "scale", "--transport", "a_file_made_me", "--schedules", "chain:a_file_made_me"]
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert "choose from" in capsys.readouterr().err
+    (tmp_path / "some_transport.py").write_text(
+        "from flexsp.comm.transport import Transport, register_transport\n"
+        "class Mine(Transport):\n    name, device = 'a_file_made_me', 'cpu'\n"
+        "register_transport(Mine())\n"
+    )
+    words += ["--register", str(tmp_path / "some_transport.py")]
+    assert cli.main(words) == "a_file_made_me" and sys.modules.pop("some_transport").Mine
+    assert cli.main(["bench", "scale", "--register", str(tmp_path / "none.py")]) == 1
+    assert "--register: expected a Python file that exists" in capsys.readouterr().err
 
 
 def test_help_needs_no_triton() -> None:

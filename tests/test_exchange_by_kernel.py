@@ -18,6 +18,7 @@ from flexsp.scan.tokens import following, last, previous, tokens_before
 from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import fill_slots_with_nan
+from tests.harness.exchanges import by_torch
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
 
@@ -163,7 +164,7 @@ def shards_before(sp: Any, x: torch.Tensor, width: int, lengths: list[int], know
     got = run(mine)
     got.float().sin().sum().backward()
     sp.check()
-    return got, mine.grad, sp.calls - calls
+    return got, mine.grad, by_torch(sp, calls)
 
 
 @pytest.mark.parametrize("mode", ["eager", *slow("compile")])
@@ -232,7 +233,7 @@ def convolved(sp: Any, layer: torch.nn.Module, x: torch.Tensor, lengths: list[in
     calls, cu = sp.calls, None if bounds is None else torch.tensor(bounds)
     y = checkpoint(lambda x: layer(x, cu_seqlens=cu), mine, use_reentrant=False)
     y.square().sum().backward()
-    return y, mine.grad, sum(p.grad for p in layer.parameters() if p.dim() == 3), sp.calls - calls
+    return y, mine.grad, sum(p.grad for p in layer.parameters() if p.dim() == 3), by_torch(sp, calls)
 
 
 def test_convolutions() -> None:

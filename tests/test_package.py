@@ -413,6 +413,7 @@ def named_paths(text: str) -> set[str]:
 
 def made_by_use(path: str) -> bool:
     made = {"metrics.jsonl", "loss.png", "sample.txt", "checkpoint.pt", "train.py", "check.py", "staged.py", "run.py"}
+    made |= {"rank_N.json"}
     made |= {"finetune.py", "pretrain.py", "layer.py", "trainer.py", "own.py", "checkpoints/", "model/"}
     return path.startswith((".venv", "runs/")) or path in made
 

@@ -335,7 +335,7 @@ def too_many_tiles(sp: Any) -> tuple[int, int]:
     from flexsp.scan.propagate import propagate
     from flexsp.scan.transitions import Transition
 
-    with pytest.raises(HeapTooSmall, match="needed") as caught:
+    with pytest.raises(HeapTooSmall, match="FLEXSP_HEAP_MIB to 2 or more") as caught:
         propagate(torch.zeros(1, 2, 20, 64, 64), Transition("none"), sp)
     return caught.value.needed, caught.value.had
 

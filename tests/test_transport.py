@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flexsp.comm import transport as module
 from flexsp.comm.transport import Transport, in_kernel, register_transport, transport_of, transports
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.ranks import RankFailure, run_ranks
+from tests.harness.interpreted import INTERPRETED
+from tests.marks import slow
 
 
 class Mine(Transport):
@@ -91,14 +94,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch, bitcode: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reached", "bitcode", "chosen"),
-    [((0, 1, 2), False, "peer"), ((0, 1, 2), True, "peer"), ((0, 1), True, "put"), ((0, 1), False, "process_group")],
-)
+    ("reached", "bitcode", "trial", "chosen"),
+    [
+        ((0, 1, 2), False, "lost", "peer"), ((0, 1, 2), True, "lost", "peer"), ((0, 1), True, "", "put"),
+        ((0, 1), True, "lost", "process_group"), ((0, 1), False, "", "process_group"),
+    ],
+)  # fmt: skip
 def test_what_auto_takes(
-    reached: tuple[int, ...], bitcode: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+    reached: tuple[int, ...], bitcode: bool, trial: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Across hosts put, where its device library is there: its first call would fail else."""
+    """Across hosts put, where its device library is there and a state has arrived: the first call would fail else."""
     from flexsp.launch import bootstrap
+
+    monkeypatch.setattr(bootstrap, "_trial", lambda sp: trial)
 
     opened = heap(*reached)
     opened.close = lambda: setattr(opened, "closed", True)
@@ -109,16 +117,49 @@ def test_what_auto_takes(
     monkeypatch.setattr(bootstrap.dist, "all_gather_object", lambda rows, mine: rows.__setitem__(slice(3), [mine] * 3))
     sp: Any = SimpleNamespace(
         device=torch.device("cuda"), cpu_group=1, world_size=3, rank=0, global_ranks=[0, 1, 2], heap=None,
-        transport="process_group",
+        transport="process_group", start_anew=lambda: setattr(sp, "anew", True),
     )  # fmt: skip
     if chosen == "process_group":
-        with pytest.warns(UserWarning, match=NO_BITCODE):
+        why = "lost" if bitcode else NO_BITCODE
+        with pytest.warns(UserWarning, match=f"no transport between these hosts but torch.distributed .rank 0: {why}"):
             bootstrap._attach_heap(sp, "auto", 1)
-        assert opened.closed and sp.heap is None
+        assert opened.closed and sp.heap is None and hasattr(sp, "anew") == bitcode
     else:
         bootstrap._attach_heap(sp, "auto", 1)
         assert sp.heap is opened
     assert sp.transport == chosen
+
+
+def tries(sp: Any, how: str) -> Any:
+    """What a trial says on this rank; and whether the group works by torch.distributed afterwards."""
+    from flexsp.launch import bootstrap
+    from flexsp.scan import propagate as module
+
+    sends = module.propagate
+    if how == "lost" and sp.rank == 1:  # its messages do not arrive
+        sp.rank = 0
+    elif how == "wrong" and sp.rank == 1:
+        module.propagate = lambda states, *args, **how: (sends(states, *args, **how), states.add_(how["reverse"]))
+    try:
+        answer = bootstrap._trial(sp)
+    finally:
+        module.propagate, sp.rank = sends, dist.get_rank()
+    dist.barrier(group=sp.cpu_group)
+    sp.transport = "process_group"
+    sp.start_anew()
+    total = sp.token_mean(torch.ones(sp.rank + 1))
+    return answer, total.item(), sp.timeout_s, sp.calls
+
+
+@pytest.mark.parametrize("how", ["wrong", *slow("arrives", "lost")])
+def test_a_trial_of_a_transport(how: str) -> None:
+    options = {"transport": "posix", "heap_mib": 1, "sp_timeout_s": 8.0, "fresh_sp": True, "env": INTERPRETED}
+    answers = run_ranks(tries, 3, how, **options)
+    if how == "wrong":
+        assert [answer for answer, *_ in answers] == ["", "a state arrived as 4, which should be 3", ""]
+    for rank, (answer, total, timeout_s, calls) in enumerate(answers):
+        assert rank == 0 or how == "wrong" or bool(answer) == (how == "lost"), answers
+        assert total == (rank + 1) * 3 / 6 and timeout_s == 8.0 and calls == 1
 
 
 def test_who_sends() -> None:

@@ -153,7 +153,7 @@ def signal_put(flag, pad, value, pe):
 
 
 @triton.jit
-def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse):
+def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse, low, number):
     """Marks this rank as failed with ``word`` (not 0). The first block to do so fills the host's record.
 
     Returns 0 if this was the first failure, else the word of the one before.
@@ -168,6 +168,8 @@ def first_failure(failed, word, record, kind, peer, tile, wanted, seen, reverse)
         tl.store(record + 3, wanted)
         tl.store(record + 4, seen)
         tl.store(record + 5, reverse)
+        tl.store(record + 6, low)
+        tl.store(record + 7, number)
         tl.debug_barrier()
         tl.atomic_add(failed, 0, sem="acq_rel", scope="sys")
         tl.store(record, kind)

@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from flexsp.comm import watchdog
+from flexsp.comm import faults, watchdog
 from flexsp.comm.derivatives import first_only
 from flexsp.comm.ranks import Ranks, ranks_of
+from flexsp.comm.recorder import Entry, ended
 from flexsp.comm.signature import Signature, digest, poison, raised
 from flexsp.comm.tracing import outside_graphs
 from flexsp.exceptions import PeerMismatch, PeerTimeout
@@ -97,8 +98,11 @@ def peer_errors(sp: Ranks, peer: int | None, doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not lost_peer(error):
             raise
-        sp.failure = PeerTimeout(sp.rank, peer, direction=doing, detail=str(error).splitlines()[0])
-        raise sp.failure from error
+        found = PeerTimeout(sp.rank, peer, direction=doing, detail=str(error).splitlines()[0])
+        if sp.failure is None:
+            sp.failure = found
+            faults.explained(sp, found)
+        raise found from error
 
 
 def _encode(text: str) -> torch.Tensor:
@@ -120,11 +124,14 @@ def _compare(sp: Ranks, text: str, value: int, doing: str) -> list[int]:
     """
     mine = torch.cat([_encode(text), torch.tensor([value], dtype=torch.int64, device="cpu").view(torch.uint8)])
     rows = [torch.empty_like(mine) for _ in range(sp.world_size)]
+    entry = sp.recorder.begin(sp.calls, text, None, None, "cpu group")
     with peer_errors(sp, None, doing):
         dist.all_gather(rows, mine, group=sp.cpu_group)
-    for peer, row in enumerate(rows):
-        if not torch.equal(row[:_TEXT_BYTES], mine[:_TEXT_BYTES]):
-            raise PeerMismatch(sp.rank, peer, _decode(mine[:_TEXT_BYTES]), _decode(row[:_TEXT_BYTES]))
+    texts = [_decode(row[:_TEXT_BYTES]) for row in rows]
+    for peer, theirs in enumerate(texts):
+        if theirs != texts[sp.rank]:
+            raise faults.among_texts(sp, PeerMismatch(sp.rank, peer, texts[sp.rank], theirs), texts)
+    ended(entry)
     return [int(row[_TEXT_BYTES:].clone().view(torch.int64)) for row in rows]
 
 
@@ -230,11 +237,15 @@ def begin_call(
     collective = source is None and target is None
     text = f"{_COLLECTIVE if collective else ''}call {sp.calls}{raised(sp.abandoned)}: {signature.text()}"
     text += f", shards of {sp.lengths} tokens" if sp.lengths is not None else ""
+    entry = sp.recorder.begin(sp.calls, signature, source, target, "process_group")
     check_signature(sp, (text,))
     call = Call(sp, signature, like, target)
+    call.entry = entry
     if not call.stamped and not collective:
         call.error = _greet(sp, text, source, target)
-        call.target = target if call.error is None else None
+        if call.error is not None:
+            faults.report(sp, call.error)
+            call.target = None
     elif not call.stamped and not sp.check_calls:  # else it has just been done
         _greet(sp, text, *sp.neighbours())
         compare_text(sp, text)
@@ -255,6 +266,7 @@ class Call:
         self.stamped = carries_stamp(like)
         self.word = signature.word(sp.abandoned)
         self.error: PeerMismatch | None = None
+        self.entry: Entry | None = None
         self._seen: list[torch.Tensor] = []
         self._peers: list[int] = []
         self._bad: torch.Tensor | None = None  # whether one of the first `_judged` was another's
@@ -330,9 +342,11 @@ class Call:
 
     def end(self, result: torch.Tensor) -> torch.Tensor:
         """What the exchange gave: on CUDA NaN, and a record for `sp.check`, where a stamp was another's."""
+        if self.entry is not None:
+            ended(self.entry)
         if self.error is not None:
             self.sp.failure = self.error
-            raise self.error
+            raise faults.explained(self.sp, self.error)
         if not self._seen:
             return result
         if self.sp.records is None:
@@ -361,18 +375,19 @@ def _greet(sp: Ranks, text: str, source: int | None, target: int | None) -> Peer
     if target is not None:
         sent += post(sp, Message("send", ours if error is None else _report(error), target))
     if error is not None:
+        sp.failure = error
+        faults.report(sp, error)
         with contextlib.suppress(PeerTimeout):
             if target is not None:
                 _differs(sp, text, target)
             wait_all(sp, sent)
-        sp.failure = error
-        raise error
+        raise faults.explained(sp, error)
     if target is not None:
         error = _differs(sp, text, target)
     wait_all(sp, sent)
     if error is not None and text.startswith(_COLLECTIVE):  # nothing comes from the source
         sp.failure = error
-        raise error
+        raise faults.explained(sp, error)
     return error
 
 
@@ -387,7 +402,9 @@ def _differs(sp: Ranks, text: str, peer: int) -> PeerMismatch | None:
     if not said.startswith(_FAILED.decode()):
         return PeerMismatch(sp.rank, peer, text, said)
     about, what = said[1:].split(":", 1)
-    return PeerMismatch(sp.rank, int(about), text, f"{what} (reported by rank {peer})")
+    error = PeerMismatch(sp.rank, int(about), text, f"{what} (reported by rank {peer})")
+    error.heard = True
+    return error
 
 
 def _report(error: PeerMismatch) -> torch.Tensor:

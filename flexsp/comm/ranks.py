@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import hashlib
 import inspect
 import itertools
+import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,7 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from flexsp.exceptions import FlexspError
+from flexsp.comm import faults
+from flexsp.comm.recorder import Recorder
+from flexsp.exceptions import BetweenRanks, FlexspError
 
 __all__ = ["GROUPS", "Ranks", "ambient", "count_failed_call", "ranks_call", "ranks_of"]
 
@@ -25,6 +34,7 @@ _NO_ERROR = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())  # en
 GROUPS: dict[int, Ranks] = {}
 """Those that are open, by their id."""
 _next_id = itertools.count()
+_made_over: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 class _Ambient(threading.local):
@@ -50,6 +60,9 @@ class Ranks:
             reorders one.
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
         calls: exchanges begun.
+        recorder: the last of them.
+        store_key: under which ranks tell each other of faults in the store of torch.distributed; the same on all.
+        reported: what this rank has told there; None before a fault.
         compared: texts compared under FLEXSP_CHECK=1.
         asked: how often ranks told each other their lengths.
         answered: number of the exchange whose backward pass runs, 0 outside of such passes.
@@ -79,16 +92,26 @@ class Ranks:
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)
             self.anchor = torch.zeros((), device=self.device, requires_grad=True)
-        self.channels: dict[Any, Any] = {}
-        self.records: Any = None
-        self.failure: FlexspError | None = None
-        self.calls = 0
-        self.abandoned = 0
+        self.start_anew()
         self.compared = 0
         self.asked = 0
         self.answered = 0
         self._lengths: list[int] | None = None
         GROUPS[self.id] = self
+
+    def start_anew(self) -> None:
+        """Forgets all exchanges and their failures. Every rank does so at the same place, when none is under way."""
+        self.channels: dict[Any, Any] = {}
+        self.records: Any = None
+        self.failure: BetweenRanks | None = None
+        self.recorder = Recorder()
+        self.reported: dict[str, Any] | None = None
+        self.calls = 0
+        self.abandoned = 0
+        members = tuple(self.global_ranks)  # groups are made by all their ranks, in the same order
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+        self.store_key = f"flexsp/faults/{name}-{_made_over[members]}"
+        _made_over[members] += 1
 
     @property
     def is_first(self) -> bool:
@@ -139,11 +162,48 @@ class Ranks:
 
     def check(self) -> None:
         """Raise the PeerTimeout or PeerMismatch that an earlier call left behind, if any."""
-        failure = self.failure
-        if failure is None and self.records is not None:
-            failure = self.records.error(self.rank)
-        if failure is not None:
-            raise failure
+        if self.failure is None and self.records is not None:
+            self.failure = self.records.error(self.rank)  # once written it stays
+        if self.failure is not None:
+            raise faults.explained(self, self.failure)
+
+    def dump(self, folder: str | os.PathLike[str], error: BaseException | None = None) -> Path:
+        """Writes the last 64 exchanges of each group of this process into `folder`, as ``rank_N.json`` with its rank N
+        of the world.
+
+        After an error between ranks this happens by itself where FLEXSP_DUMP names a folder. ``python -m flexsp dump
+        FOLDER`` reads the files of all ranks. Not collective, and no GPU is waited for.
+
+        Returns:
+            the file, which is replaced in one step.
+        """
+        file = Path(folder) / f"rank_{self.global_ranks[self.rank]}.json"
+        found = self.failure if self.failure is not None else error
+        groups = [
+            group.as_row(found if group is self else group.failure) for group in list(GROUPS.values())
+            if group.world_size > 1 or group is self
+        ]  # fmt: skip
+        content = {
+            "rank": self.global_ranks[self.rank], "host": socket.gethostname(), "process": os.getpid(),
+            "written_ns": time.time_ns(), "error": None if error is None else str(error), "groups": groups,
+        }  # fmt: skip
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(content, indent=1))
+        beside.replace(file)
+        return file
+
+    def as_row(self, failure: BaseException | None) -> dict[str, Any]:
+        """What a dump says of this group and of its failure."""
+        fault = getattr(failure, "fault", None)
+        return {
+            "key": self.store_key, "ranks": self.global_ranks, "rank": self.rank, "transport": self.transport,
+            "schedule": self.schedule, "timeout_s": self.timeout_s, "lengths": self._lengths, "calls": self.calls,
+            "abandoned": self.abandoned, "failure": None if failure is None else str(failure),
+            "first_fault": None if fault is None else str(fault),
+            "kernel_record": None if self.records is None else self.records.row(),
+            "exchanges": [*self.recorder.rows()],
+        }  # fmt: skip
 
 
 def count_failed_call(error: BaseException, sp: object) -> None:

@@ -11,6 +11,8 @@ TILE   | tile index, -1 where there are none
 WANTED | epoch expected (for mismatches this rank's signature)
 SEEN   | epoch seen (the signature that came for MISMATCH)
 REVERSE| 1 if the call ran right to left
+WORD   | this rank's signature
+NUMBER | number of the call on this rank, 0 if it is not known
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from flexsp.exceptions import PeerMismatch, PeerTimeout
 
 __all__ = ["ErrorRecord", "note_stamps", "raise_pending"]
 
-KIND, PEER, TILE, WANTED, SEEN, REVERSE = range(6)
+KIND, PEER, TILE, WANTED, SEEN, REVERSE, WORD, NUMBER = range(8)
 FIELDS = 16
 TIMEOUT_READY, TIMEOUT_CREDIT, MISMATCH, POISON_TIMEOUT, POISON_MISMATCH = range(1, 6)
 
@@ -40,27 +42,40 @@ class ErrorRecord:
 
     def error(self, rank: int) -> PeerTimeout | PeerMismatch | None:
         """The pending failure of group rank ``rank`` as an exception, or None."""
-        kind = int(self._fields[KIND])
-        if kind == 0:
+        if int(self._fields[KIND]) == 0:
             return None
-        _, peer, tile, wanted, seen, reverse = self._fields[:6].tolist()
+        kind, peer, tile, wanted, seen, reverse, word, number = self._fields[:8].tolist()
         if kind == MISMATCH and seen & (POISON | MISMATCH_BIT) == POISON | MISMATCH_BIT:  # noted as it came
             low = (1 << RANK_BITS) - 1
             kind, peer = POISON_MISMATCH, seen & low
             peer = seen >> RANK_BITS & low if peer == rank else peer
-        direction = "the backward scan" if reverse else "the forward scan"
-        at = f", tile {tile}" if tile >= 0 else ""
-        if kind == MISMATCH:
-            theirs = described(seen) if seen != wanted else "the same, but later than here"
-            return PeerMismatch(rank, peer, described(wanted) + at, theirs)
-        if kind == POISON_MISMATCH:
-            return PeerMismatch(rank, peer, described(wanted) + at, "another exchange, as another rank found")
-        detail = {
-            TIMEOUT_READY: "its state did not arrive",
-            TIMEOUT_CREDIT: "it did not take the state sent two calls before",
-            POISON_TIMEOUT: "reported by a rank between",
-        }[kind]
-        return PeerTimeout(rank, peer, tile, wanted, seen, direction, detail)
+        error = _exception(rank, kind, peer, tile, wanted, seen, "backward" if reverse else "forward")
+        error.heard = kind in (POISON_TIMEOUT, POISON_MISMATCH)
+        error.number = number
+        error.word = word or (wanted if isinstance(error, PeerMismatch) else 0)
+        return error
+
+    def row(self) -> dict[str, int] | None:
+        """The record for a file; None where there is no failure."""
+        names = ("kind", "peer", "tile", "wanted", "seen", "reverse", "word", "number")
+        return dict(zip(names, self._fields[:8].tolist(), strict=True)) if int(self._fields[KIND]) else None
+
+
+def _exception(
+    rank: int, kind: int, peer: int, tile: int, wanted: int, seen: int, direction: str
+) -> PeerTimeout | PeerMismatch:
+    at = f", tile {tile}" if tile >= 0 else ""
+    if kind == MISMATCH:
+        theirs = described(seen) if seen != wanted else "the same, but later than here"
+        return PeerMismatch(rank, peer, described(wanted) + at, theirs)
+    if kind == POISON_MISMATCH:
+        return PeerMismatch(rank, peer, described(wanted) + at, "another exchange, as another rank found")
+    detail = {
+        TIMEOUT_READY: "its state did not arrive",
+        TIMEOUT_CREDIT: "it did not take the state sent two calls before",
+        POISON_TIMEOUT: "reported by a rank between",
+    }[kind]
+    return PeerTimeout(rank, peer, tile, wanted, seen, f"the {direction} scan", detail)
 
 
 def note_stamps(
@@ -85,7 +100,5 @@ def note_stamps(
 
 def raise_pending(sp: Ranks) -> None:
     """Raises PeerTimeout or PeerMismatch if a kernel of this group has failed. Does not synchronise with the device."""
-    if sp.records is not None:
-        error = sp.records.error(sp.rank)
-        if error is not None:
-            raise error
+    if sp.records is not None and sp.records.error(sp.rank) is not None:
+        sp.check()

@@ -21,10 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import PROCESS_GROUP, in_kernel, transport_of, transports
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
+from flexsp.launch.termination import dump_when_ended
 from flexsp.scan.cost import quicker
 from flexsp.scan.schedules import SCHEDULES
 
 __all__ = ["init_sequence_parallel"]
+
+_TRIAL_S = 30.0
 
 
 def init_sequence_parallel(
@@ -45,8 +48,9 @@ def init_sequence_parallel(
         group: None (all ranks), a ProcessGroup, or a one-dimensional DeviceMesh.
         transport: "process_group" (torch.distributed), "peer" (stores to the neighbour's memory, one host), "put"
             (NVSHMEM put, across hosts), "posix" (shared memory between CPU processes), one that was registered, or
-            "auto". On CUDA that is "peer" if every rank's memory can be mapped here, else "put", and "process_group"
-            if there is no symmetric memory. On the CPU it is "process_group".
+            "auto". On CUDA that is "peer" if every rank's memory can be mapped here; else "put", if its device library
+            is there and a small state has arrived everywhere by it; else "process_group", with a warning that says why.
+            On the CPU it is "process_group".
         heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
         schedule: "chain" (default); "hierarchical", for many hosts, by torch.distributed in any case; "auto",
             that one of the two which `flexsp.scan.cost` expects to be quicker, on one host always "chain"; or a
@@ -93,6 +97,7 @@ def init_sequence_parallel(
         cpu_group=cpu_group, device=where, schedule="chain" if schedule == "auto" else schedule, timeout_s=timeout_s,
         check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host),
     )  # fmt: skip
+    dump_when_ended()
     if max(len(members) for members in everyone) > 1:
         _attach_heap(sp, transport, heap_mib)
     if schedule == "auto":
@@ -230,17 +235,52 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, (problem, near, of_put))
     problems = [text for text, _, _ in reports]
-    everywhere_near = all(near for _, near, _ in reports)
-    if transport == "auto" and not any(problems) and not everywhere_near:
-        problems = [text for _, _, text in reports]  # why "put" does not work, which is the next choice
+    name = transport
+    if transport == "auto":
+        name = "peer" if all(near for _, near, _ in reports) else "put"
+        if name == "put" and not any(problems):
+            problems = [text for _, _, text in reports]
     if not any(problems):
-        sp.heap = heap
-        sp.transport = transport if transport != "auto" else "peer" if everywhere_near else "put"
-        return
+        sp.heap, sp.transport = heap, name
+        if transport != "auto" or name != "put":
+            return
+        dist.all_gather_object(problems, _trial(sp))
+        if not any(problems):
+            return
+        sp.heap, sp.transport = None, PROCESS_GROUP
+        sp.start_anew()
     if heap is not None:
         heap.close()
     report = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
     if transport != "auto":
         raise NotAvailable(f"transport {transport!r} does not work here ({report})")
     if dist.get_rank() == 0:
-        warnings.warn(f"flexsp: no symmetric heap, states go over torch.distributed ({report})", stacklevel=3)
+        lacks = "no transport between these hosts but" if name == "put" else "no symmetric heap, states go over"
+        warnings.warn(f"flexsp: {lacks} torch.distributed ({report})", stacklevel=3)
+
+
+def _trial(sp: SequenceParallel) -> str:
+    """Sends one small state along the ranks and one back, as calls will do; what went wrong, or "".
+
+    NVSHMEM says that a rank is there before a message has reached it: only a message shows that the network cards and
+    the device library work. A rank that hears nothing gives up well before the others, which wait for its answer.
+    """
+    from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
+
+    patience, sp.timeout_s = sp.timeout_s, min(_TRIAL_S, sp.timeout_s / 4)
+    try:
+        for reverse in (False, True):
+            states = torch.full((1, 2, 1, 16, 16), 1.0, device=sp.device)
+            propagate(states, Transition("none"), sp, reverse=reverse, call="the trial of a transport")
+            gone = states[0, 0 if reverse else -1, 0]
+            want = float(1 + (sp.world_size - sp.rank if reverse else sp.rank + 1))
+            if not bool((gone == want).all()):
+                sp.check()
+                return f"a state arrived as {gone.flatten()[0].item():g}, which should be {want:g}"
+            sp.check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sp.timeout_s = patience
+    return ""

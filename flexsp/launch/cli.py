@@ -1,4 +1,5 @@
-"""The `flexsp` command: `doctor` reports and tests, `plan` predicts, and `bench` measures and shows results.
+"""The `flexsp` command: `doctor` reports and tests, `dump` reads what ranks wrote after a fault, `plan` predicts, and
+`bench` measures and shows results.
 
 This is the top of the import tree: the module of a command is imported only when that command runs.
 """
@@ -6,9 +7,10 @@ This is the top of the import tree: the module of a command is imported only whe
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from flexsp.bench.sizes import DEFAULTS
@@ -156,6 +158,8 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _names_argument(parser, "--schedules", SCHEDULES, text, SCHEDULES)
     text = "of chain; the other schedules are torch send/recv (default auto)"
     parser.add_argument("--transport", default="auto", choices=("auto", *transports()), help=text)
+    text = "run a file first, in every rank, that makes a transport known by register_transport; may be repeated"
+    parser.add_argument("--register", action="append", metavar="FILE.py", help=text)
     text = f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)"
     _names_argument(parser, "--peers", PEERS, text, [])
     _ranks_argument(parser)
@@ -204,6 +208,8 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what works on this machine, and a self-test of under a minute")
     doctor.add_argument("--no-test", action="store_true", help="report only")
     doctor.add_argument("--ranks", type=int, metavar="N", help="GPU ranks of the self-test (default: up to 4)")
+    dump = commands.add_parser("dump", help="who was where, from the files of a folder that FLEXSP_DUMP named")
+    dump.add_argument("folder")
     text = "memory and step time of a model of transformers on some GPUs, and how to split them"
     _plan_arguments(commands.add_parser("plan", help=text))
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
@@ -241,12 +247,30 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _run_first(words: Sequence[str]) -> None:
+    """Runs the files of ``--register``. The names that they register may stand among the other words."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--register", action="append", default=[])
+    for file in early.parse_known_args(words)[0].register:
+        path = Path(file)
+        found = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+        if found is None or found.loader is None:
+            raise ValueError(f"--register: expected a Python file that exists, got {file!r}")
+        sys.modules[path.stem] = module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _run_first(words)
+    except ValueError as error:
+        print(f"flexsp: {error}", file=sys.stderr)
+        return 1
     args = parser().parse_args(words)
     args.argv = words
-    modules = {"doctor": "flexsp.launch.doctor", "plan": "flexsp.planner.report"}
+    modules = {"doctor": "flexsp.launch.doctor", "dump": "flexsp.launch.dump", "plan": "flexsp.planner.report"}
     name = modules.get(args.command) or f"flexsp.bench.{args.bench}"
     try:
         status: int = importlib.import_module(name).run(args)

@@ -43,7 +43,7 @@ def _verdict(seen, epoch, low, timeout_kind, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _fail(counters, record, kind, seen, epoch, low, peer, tile, rank, REVERSE: tl.constexpr):
+def _fail(counters, record, kind, seen, epoch, low, peer, tile, rank, number, REVERSE: tl.constexpr):
     """Records a failure. Returns the low word of the poison for the neighbours, which says who reports it, about whom.
 
     All tiles pass on the poison of the first failure. After it the other blocks no longer wait, so what they miss says
@@ -57,7 +57,8 @@ def _fail(counters, record, kind, seen, epoch, low, peer, tile, rank, REVERSE: t
     word = tl.where(poisoned, seen & 0xFFFFFFFF, own)
     wanted = tl.where(mismatch, low.to(tl.int64), epoch)
     was = tl.where(kind == _MISMATCH, seen & 0xFFFFFFFF, seen >> 32)
-    before = first_failure(counters, word, record, kind, tl.where(poisoned, about, peer), tile, wanted, was, REVERSE)
+    peer = tl.where(poisoned, about, peer)
+    before = first_failure(counters, word, record, kind, peer, tile, wanted, was, REVERSE, low, number)
     return tl.where(before == 0, word, before)
 
 
@@ -70,7 +71,7 @@ def control_of(arena, max_tiles, tile, REGIONS: tl.constexpr):
 
 @triton.jit
 def wait_credit(
-    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
     REVERSE: tl.constexpr, REGIONS: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr,
 ):  # fmt: skip
     """Waits for the credit of the epoch before last, which lets this rank send. Returns 0, or the low word of a poison.
@@ -84,13 +85,13 @@ def wait_credit(
     kind = _verdict(seen, epoch - 2, 0, _TIMEOUT_CREDIT, False)
     if kind != 0:
         to = rank + (-1 if REVERSE else 1)
-        word = _fail(counters, record, kind, seen, epoch - 2, signature, to, tile, rank, REVERSE)
+        word = _fail(counters, record, kind, seen, epoch - 2, signature, to, tile, rank, number, REVERSE)
     return word
 
 
 @triton.jit
 def wait_tile(
-    word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+    word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
     REVERSE: tl.constexpr, REGIONS: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr,
 ):  # fmt: skip
     """Waits for the tile to arrive, unless `word` says that something failed. Returns `word`, or that of a poison."""
@@ -100,5 +101,5 @@ def wait_tile(
         kind = _verdict(seen, epoch, signature, _TIMEOUT_READY, True)
         if kind != 0:
             source = rank + (1 if REVERSE else -1)
-            word = _fail(counters, record, kind, seen, epoch, signature, source, tile, rank, REVERSE)
+            word = _fail(counters, record, kind, seen, epoch, signature, source, tile, rank, number, REVERSE)
     return word

@@ -30,6 +30,7 @@ from flexsp.comm import signature as sig
 from flexsp.comm import watchdog
 from flexsp.comm.device import cycles, wait_cycles
 from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.comm.recorder import ended
 from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import HeapTooSmall, NotAvailable
@@ -58,11 +59,12 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 
 @triton.jit(
-    do_not_specialize=["nseg", "H", "n_tiles", "max_tiles", "timeout_ns", "signature", "rank", "pe_in", "pe_out"]
+    do_not_specialize=["nseg", "H", "n_tiles", "max_tiles", "timeout_ns", "signature", "rank", "pe_in", "pe_out",
+                        "number"]
 )
 def _propagate_kernel(
     states, log_a, cut, folded, home, there_out, there_in, counters, record,
-    nseg, H, n_tiles, max_tiles, timeout_ns, signature, rank, pe_in, pe_out,
+    nseg, H, n_tiles, max_tiles, timeout_ns, signature, rank, pe_in, pe_out, number,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     DECAY: tl.constexpr, BY: tl.constexpr, DENSE: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
     FOLD_ONLY: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
@@ -125,7 +127,7 @@ def _propagate_kernel(
             if HAS_OUT:
                 ready = control_of(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
                 word = wait_credit(
-                    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+                    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
                     REVERSE, REGIONS, CLOCK, CHECK_EVERY,
                 )  # fmt: skip
             pushed = nseg < 0  # false
@@ -140,7 +142,7 @@ def _propagate_kernel(
                     )  # fmt: skip
             if HAS_IN:
                 word = wait_tile(
-                    word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank,
+                    word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
                     REVERSE, REGIONS, CLOCK, CHECK_EVERY,
                 )  # fmt: skip
             alive = word == 0
@@ -207,15 +209,15 @@ _CHECK_EVERY = 1 if _INTERPRETED else 32
 @dataclass(frozen=True)
 class _Edge:
     """The arenas that one direction uses, float32, from the start of its region: this rank's own, that of the rank that
-    it sends to, and that of the rank that sends to it."""
+    it sends to, and that of the rank that sends to it. `source` and `target` are those ranks, None at the ends."""
 
     home: torch.Tensor
     there_out: torch.Tensor
     there_in: torch.Tensor
     pe_out: int
     pe_in: int
-    has_in: bool
-    has_out: bool
+    source: int | None
+    target: int | None
 
 
 @dataclass(frozen=True)
@@ -252,14 +254,12 @@ def _open_channel(sp: SequenceParallel) -> _Channel:
         sp.records = watchdog.ErrorRecord(sp.device)
 
     def edge(reverse: bool) -> _Edge:
-        step = -1 if reverse else 1
-        inside = [0 <= sp.rank + s < sp.world_size for s in (step, -step)]
-        to, source = (sp.rank + s if ok else sp.rank for s, ok in zip((step, -step), inside, strict=True))
+        source, target = sp.neighbours(reverse)
+        ends = [sp.rank if rank is None else rank for rank in (target, source)]
         begin = max_tiles * tile_bytes if reverse else 0
-        arenas = [heap.local, *(transport.arena(heap, rank) for rank in (to, source))]
+        arenas = [heap.local, *(transport.arena(heap, rank) for rank in ends)]
         views = [arena[begin : begin + max_tiles * tile_bytes].view(torch.float32) for arena in arenas]
-        pes = [transport.address(heap, rank) for rank in (to, source)]
-        return _Edge(*views, *pes, has_in=inside[1], has_out=inside[0])
+        return _Edge(*views, *[transport.address(heap, rank) for rank in ends], source, target)
 
     push, signal = transport.functions()
     return _Channel(
@@ -384,23 +384,27 @@ def _launch(
         raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
     edge = channel.edges[reverse]
     signature = signature_of(states, kind, reverse, call)
+    has_in, has_out = edge.source is not None, edge.target is not None
+    sp.calls += 1
+    entry = sp.recorder.begin(sp.calls, signature, edge.source, edge.target, "kernel")
     if sp.check_calls:
         sp.check_signature((signature.text(),))
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {
-        "HAS_IN": edge.has_in, "HAS_OUT": edge.has_out, "REGIONS": channel.regions, "PUSH": channel.push,
+        "HAS_IN": has_in, "HAS_OUT": has_out, "REGIONS": channel.regions, "PUSH": channel.push,
         "SIGNAL": channel.signal,
-        "PACE": 0 if edge.has_in or not edge.has_out or _INTERPRETED else PACE * tiles.rows * tiles.cols // CHAIN_TILE,
+        "PACE": 0 if has_in or not has_out or _INTERPRETED else PACE * tiles.rows * tiles.cols // CHAIN_TILE,
     }  # fmt: skip
     launch(
         _propagate_kernel,
         (min(tiles.count, MAX_BLOCKS, of_device(states.device).multiprocessors),),
         (states, a, cut, None, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor,
          slots - 1, H, tiles.count, channel.max_tiles, int(sp.timeout_s * 1e9),
-         signature.word(sp.abandoned), sp.rank, edge.pe_in, edge.pe_out),
+         signature.word(sp.abandoned), sp.rank, edge.pe_in, edge.pe_out, sp.calls),
         constants,
         {"num_warps": tiles.warps, "num_stages": 1} | channel.options,
         channel.prepare,
     )  # fmt: skip
+    ended(entry)
 
 
 def _constants(tiles: Tiles, K: int, V: int, kind: str, has_cut: bool, reverse: bool) -> dict[str, Any]:
@@ -419,7 +423,7 @@ def local_launch(
 ) -> tuple[Any, tuple[int], tuple[int, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(kernel, grid, numbers after the nine pointers, constants, options) of the scan over this rank's segments."""
     tiles = _tiles(kind, B, H, K, V, LOCAL_TILE)
-    numbers = (nseg, H, tiles.count, 0, 0, 0, 0, 0, 0)
+    numbers = (nseg, H, tiles.count, 0, 0, 0, 0, 0, 0, 0)
     constants = _constants(tiles, K, V, kind, has_cut, reverse) | {"FOLD_ONLY": folded, "HAS_IN": has_in}
     # Left alone, ptxas aims at more blocks on an SM than the loads in flight allow, and spills.
     options = {"num_warps": tiles.warps, "num_stages": 1, "maxnreg": 232 if kind == "dense" else 128}

@@ -285,6 +285,7 @@ def absent_rank(transport: str, sp: SequenceParallel) -> None:
     if sp.rank:
         assert isinstance(error, PeerTimeout), "no PeerTimeout"
         assert error.rank == sp.rank and error.peer is not None and error.tile is not None, error
+        assert error.fault is not None and (error.fault.kind, error.fault.rank) == ("silent", 0), error
         if sp.rank == 1:
             assert error.peer == 0 and error.expected is not None and error.seen is not None, error
             assert error.seen < error.expected, error

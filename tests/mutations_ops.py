@@ -226,6 +226,8 @@ OPS = [
         "flexsp/nn/verify.py",
         ("{torch.float64: torch.complex128, ", "{", "complex numbers keep their precision",
          "tests/test_verify.py::test_complex_numbers_are_converted_to_the_precision_that_is_asked_for"),
+        ("if sum(lengths[:rank]) % 2 == 0 and", "if sum(lengths[:rank]) % 2 == 2 and", "verify cuts on the edges of chunks",
+         "tests/test_verify.py::test_cuts_are_off_the_edges_of_chunks[2]"),
     ),
     *_in(
         "flexsp/devices.py",

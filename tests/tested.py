@@ -59,6 +59,7 @@ SUBJECTS = {
     "test_ops": "scalar decay: tiles, strides, CUDA graphs", "test_propagate": "exchange of states",
     "test_states": "programs with several states", "test_torch_compile": "torch.compile",
     "test_vector_gates": "gates of channels: strong gates", "test_long_gates": "gates' gradients: layers",
+    "ranks_long_gates": "gates' gradients: layers",
     "ranks_layers": "layers over ranks", "ranks_ops": "ops over ranks: graphs, absent ranks",
     "ranks_propagate": "exchange of states", "ranks_transformers": "models of transformers",
 }  # fmt: skip

@@ -111,15 +111,15 @@ def quotients(sp: Any, seed: int) -> list[float]:
     from flexsp.kernels.mlstm import in_pytorch, rows
 
     made = torch.Generator().manual_seed(seed)
-    m = torch.tensor([-60.0, -30.0, -15.0, 0.0, 0.0, 0.0, 30.0, 60.0], dtype=torch.float64).view(1, -1, 1)
-    below = torch.tensor([3.0, -2.0, 1.0, 1.0, -1.0, 0.5, 2.0, -3.0]).view(1, -1, 1, 1)
-    above, dy = torch.randn(2, 1, 8, 1, 4, generator=made)
+    m = torch.tensor([-60.0, -30.0, -15.0, 0.0, 0.0, 0.0, 30.0, 60.0, 40.0], dtype=torch.float64).view(1, -1, 1)
+    below = torch.tensor([3.0, -2.0, 1.0, 1.0, -1.0, 0.5, 2.0, -3.0, -3e-17]).view(1, -1, 1, 1)
+    above, dy = torch.randn(2, 1, 9, 1, 4, generator=made)
     found = []
     for function, dtype in ((rows.quotients, torch.float32), (in_pytorch.quotients, torch.float64)):
         leaves = [x.to(dtype).requires_grad_() for x in (above, below)]
         y = function(*leaves, m, 0.0, dtype)
         found.append([y.double(), *[x.double() for x in torch.autograd.grad(y, leaves, dy.to(dtype))]])
-    return [relative_error(a[:, t], b[:, t]) for a, b in zip(*found, strict=True) for t in range(8)]
+    return [relative_error(a[:, t], b[:, t]) for a, b in zip(*found, strict=True) for t in range(9)]
 
 
 def test_mlstm_quotients(seed: int) -> None:

@@ -17,6 +17,7 @@ import flexsp.nn
 from flexsp.nn import GatedRMSNorm, RMSNorm
 from flexsp.testing.ranks import run_ranks
 from tests.harness.layers import LAYERS
+from tests.marks import quick
 
 CASES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     **{name: (cls, options) for name, (cls, options, _) in LAYERS.items()},
@@ -90,7 +91,7 @@ def deferred_and_cut(sp: Any, name: str) -> dict[str, torch.Tensor]:
     return {**whole, "y": y.detach()}
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "mlstm", "rg-lru", "rwkv7", "kda"])
+@pytest.mark.parametrize("name", quick(LAYERS, "mamba", "mamba2", "mlstm", "rg-lru", "rwkv7", "kda"))
 def test_deferred_under_fsdp(name: str) -> None:
     """What is the same in every start is exactly that, and what is drawn is of the same size."""
     cls, options = CASES[name]

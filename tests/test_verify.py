@@ -60,6 +60,33 @@ class Positions(nn.Module):
         return x + 0.01 * torch.arange(x.shape[1]).unsqueeze(-1)
 
 
+class Rotary(nn.Module):
+    """Angles that start anew on every rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[1]).unsqueeze(-1) * 10.0 ** -torch.arange(D // 2)
+        first, second = x.chunk(2, -1)
+        turned = (first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos())
+        return torch.cat(turned, -1).to(x)
+
+
+class RunningMean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1).unsqueeze(-1)
+
+
+class CatShift(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+class ScanOfChunks(nn.Module):
+    """Starts anew every 64 tokens of a shard: right where shards end at multiples of 64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([chunk.cumsum(1) for chunk in x.split(64, 1)], 1)
+
+
 class Between(nn.Module):
     """Its own code, between two submodules that are right, is wrong."""
 
@@ -140,6 +167,9 @@ WRONG = {
     "scan": (LocalScan, "inner.1", "output"),
     "shift": (Shift, "inner.1", "output"),
     "positions": (Positions, "inner.1", "output"),
+    "rotary": (Rotary, "inner.1", "output"),
+    "running mean": (RunningMean, "inner.1", "output"),
+    "cat shift": (CatShift, "inner.1", "output"),
     "convolution": (lambda: Padded(), "inner.1.conv", "output"),
     "between": (Between, "inner.1", "output"),
     "gradient": (WrongGradient, "inner.1", "gradient"),
@@ -246,6 +276,21 @@ class TokenMean(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.mix(x)
         return {"y": y, "loss": self.sp.token_mean(y.square().sum(-1)) if current_sp() else y.square().sum(-1).mean()}
+
+
+def off_the_edges_of_chunks(sp: SequenceParallel) -> None:
+    x = torch.randn(1, 256, D)
+    for total in (256, 250, 129):
+        report = flexsp.verify(ScanOfChunks(), sp, x[:, :total], raise_on_error=False)
+        assert not report.ok and all(sum(report.lengths[:rank]) % 64 for rank in range(1, sp.world_size)), report
+    edges = [64] * (sp.world_size - 1)
+    sp.set_lengths([*edges, 256 - sum(edges)])
+    assert flexsp.verify(ScanOfChunks(), sp, x).ok, "only other cuts show it"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_cuts_are_off_the_edges_of_chunks(ranks: int) -> None:
+    run_ranks(off_the_edges_of_chunks, ranks)
 
 
 def test_edges() -> None:

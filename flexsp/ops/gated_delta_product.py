@@ -62,7 +62,7 @@ def chunk_gated_delta_product(
         `chunk_simple_gla`.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * HV of more than 65535.
         NotAvailable: on a GPU other than Hopper, whose blocks have too little shared memory for heads so large.
 
     Example:

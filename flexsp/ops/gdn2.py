@@ -77,7 +77,7 @@ def chunk_gdn2(
         Under ``sp`` the gradients of A_log and dt_bias are this rank's share; their sum over ranks is the gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * HV of more than 65535.
         NotAvailable: on a GPU whose blocks have too little shared memory for heads so large.
 
     Example:

@@ -33,6 +33,9 @@ def chunk_hgrn2(
     Qin et al. 2024, HGRN2 (arXiv 2404.07904), section 3: `chunk_gla` whose keys are 1 - e^{g_t}. They are made from
     the gates where they are used, so that gates near 0 lose no digits.
 
+    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
+    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         v: the layer's inputs [B, T, H, V] in the same dtype; V of 1..512.
@@ -50,7 +53,7 @@ def chunk_hgrn2(
         o [B, T, H, V] in the inputs' dtype and the final state, or None, by the same rules as `chunk_simple_gla`.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535.
         NotAvailable: on a GPU whose blocks have too little shared memory for heads so large.
 
     Example:

@@ -41,6 +41,9 @@ def chunk_kda(
 
     Kimi Team 2025, Kimi Linear (arXiv 2510.26692), eq. 1: the state decays first, then the delta rule reads it.
 
+    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
+    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         k: [B, T, H, K] in the same dtype, of unit length unless ``use_qk_l2norm_in_kernel``.
@@ -73,7 +76,7 @@ def chunk_kda(
         Under ``sp`` the gradients of A_log and dt_bias are this rank's share; their sum over ranks is the gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * HV of more than 65535.
         NotAvailable: on a GPU other than Hopper, whose blocks have too little shared memory for heads so large.
 
     Example:

@@ -60,7 +60,7 @@ def chunk_linear_attn(
         `chunk_simple_gla`.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 100, 4, 64).unbind(0)

@@ -86,7 +86,7 @@ def mamba2_ssd(
         their sum over ranks is the gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535.
 
     Example:
         >>> x, dt, A = torch.randn(2, 100, 8, 64), torch.randn(2, 100, 8), -torch.rand(8)

@@ -54,7 +54,7 @@ def chunk_rwkv6(
         `chunk_simple_gla`. Under ``sp`` the gradient of u is this rank's share; their sum over ranks is the gradient.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535.
         NotAvailable: on a GPU whose blocks have too little shared memory for heads so large.
 
     Example:

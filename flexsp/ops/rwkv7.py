@@ -39,6 +39,9 @@ def chunk_rwkv7(
     more than 0.71: in half of a text's chunks of 64 (a_i b_j)^2, with the decays between, is above 1/2 on average.
     Chunks would lose up to 7 % there; with smaller rates they lose up to 5 %. It is much slower.
 
+    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
+    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+
     Args:
         r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.
         w: natural-log gates [B, T, H, K] <= 0, in the model -e^{-1/2} sigmoid(.); r's dtype or float32. Values below
@@ -60,7 +63,7 @@ def chunk_rwkv7(
         `chunk_simple_gla`.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or value, naming the argument.
+        ValueError: a wrong shape, dtype, device or value, naming the argument. On a GPU also B * H of more than 65535.
         NotAvailable: on a GPU whose blocks have too little shared memory for heads so large.
 
     Example:

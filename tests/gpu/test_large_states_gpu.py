@@ -82,18 +82,20 @@ def test_gates_of_long_texts(K: int, V: int, T: int) -> None:
         return torch.randn(size, generator=made, device=CUDA)
 
     q, k = (F.normalize(normal(1, T, H, K), dim=-1).to(BF16) for _ in range(2))
-    v, do, g = normal(1, T, H, V).to(BF16), normal(1, T, H, V).to(BF16), F.logsigmoid(normal(1, T, H) + 3)
+    v, g = normal(1, T, H, V).to(BF16), F.logsigmoid(normal(1, T, H) + 3)
+    dos = [normal(1, T, H, V).to(BF16) for _ in range(4)]  # for one a head's sum over tokens may nearly vanish
 
     def solve(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [*(x.to(dtype).requires_grad_() for x in (q, k, v)), g.clone().requires_grad_()]
         o, _ = chunk_simple_gla(*leaves)
-        *others, dg = torch.autograd.grad(o, leaves, do.to(dtype))
-        return [o, *others, dg, dg.double().sum(1)]
+        grads = [torch.autograd.grad(o, leaves, do.to(dtype), retain_graph=True) for do in dos]
+        *others, dg = (torch.stack(x) for x in zip(*grads, strict=True))
+        return [o, *others, dg, dg.double().sum(2)]
 
     found, right = solve(BF16), solve(torch.float32)
     errors = [float(relative_error(x.double(), y.double())) for x, y in zip(found, right, strict=True)]
     assert max(errors[:-1]) < 4e-3, errors
-    assert errors[-1] < 2e-2, errors
+    assert errors[-1] < 1e-2, errors
 
 
 @pytest.mark.parametrize("T", [2048, 65536])

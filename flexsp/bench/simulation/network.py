@@ -6,6 +6,7 @@ Times are microseconds, rates bytes a microsecond (1 GB/s is 1000 of them).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from heapq import heappop, heappush
 from typing import Any
@@ -155,34 +156,49 @@ class Link:
 class _Transfer:
     """A message that is on one or several links at once. It has arrived some time after it has left the last of them."""
 
-    __slots__ = ("_arrived", "_cause", "_latency", "_least", "_links", "_sent", "_what", "nbytes")
+    __slots__ = ("_after", "_arrived", "_cause", "_least", "_links", "_sent", "_started", "nbytes", "route")
 
     def __init__(
-        self, nbytes: float, links: int, least: float, latency: float, sent: float, what: tuple[str, str],
-        cause: Cause | None, arrived: Callable[[Cause | None], None],
+        self, route: Route, nbytes: float, most: float, after: float, sent: float, cause: Cause | None,
+        arrived: Callable[[Cause | None], None],
     ) -> None:  # fmt: skip
-        self.nbytes = nbytes
-        self._links, self._least, self._latency, self._sent = links, least, latency, sent
-        self._what, self._cause, self._arrived = what, cause, arrived
+        self.route, self.nbytes = route, nbytes
+        self._least, self._after, self._sent = nbytes / most, after, sent
+        self._cause, self._arrived = cause, arrived
+
+    def start(self, clock: Clock) -> None:
+        links = self.route.limits if self.nbytes > 0 else []
+        self._links, self._started = len(links), clock.now
+        for link in links:
+            link.take(clock, self)
+        if not links:
+            self.left(clock)
 
     def left(self, clock: Clock) -> None:
         self._links -= 1
         if self._links <= 0:
-            us = max(self._least, clock.now - self._sent)
-            cause = ((self._cause, self._what[0], us), self._what[1], self._latency)
-            clock.at(self._sent + us + self._latency, self._arrived, cause)
+            end = max(self._started + self._least, clock.now)
+            what, other = self.route.what
+            cause = ((self._cause, what, end - self._sent), other, self._after)
+            clock.at(end + self._after, self._arrived, cause)
+            self.route.next(clock)
 
 
 class Route:
-    """From one rank to another: the links that a message takes at once, and microseconds that it takes besides."""
+    """From one rank to another: the links that a message takes at once, and microseconds that it takes besides.
 
-    __slots__ = ("_limits", "_what", "kind", "latency", "links")
+    Args:
+        in_order: messages start one after the other, as those of a queue pair of a network card.
+    """
 
-    def __init__(self, links: Sequence[Link], latency: float) -> None:
+    __slots__ = ("_queue", "kind", "latency", "limits", "links", "what")
+
+    def __init__(self, links: Sequence[Link], latency: float, in_order: bool = False) -> None:
         self.links, self.latency = tuple(links), latency
         self.kind = self.links[0].kind
-        self._limits = [link for link in self.links if link.rate < math.inf]
-        self._what = f"{self.kind}, bytes", f"{self.kind}, latency"
+        self.limits = [link for link in self.links if link.rate < math.inf]
+        self.what = f"{self.kind}, bytes", f"{self.kind}, latency"
+        self._queue: deque[_Transfer] | None = deque() if in_order else None
 
     def send(
         self, clock: Clock, nbytes: float, cause: Cause | None, arrived: Callable[[Cause | None], None],
@@ -194,14 +210,19 @@ class Route:
             latency: microseconds beside the route's.
             most: bytes a microsecond that a message reaches on links that have more.
         """
-        limits = self._limits if nbytes > 0 else []
-        transfer = _Transfer(
-            nbytes, len(limits), nbytes / most, self.latency + latency, clock.now, self._what, cause, arrived
-        )
-        for link in limits:
-            link.take(clock, transfer)
-        if not limits:
-            transfer.left(clock)
+        transfer = _Transfer(self, nbytes, most, self.latency + latency, clock.now, cause, arrived)
+        if self._queue is not None:
+            self._queue.append(transfer)
+            if len(self._queue) > 1:
+                return
+        transfer.start(clock)
+
+    def next(self, clock: Clock) -> None:
+        """The first message has left."""
+        if self._queue is not None:
+            self._queue.popleft()
+            if self._queue:
+                self._queue[0].start(clock)
 
 
 class Fabric:
@@ -221,7 +242,7 @@ class Fabric:
     ) -> None:  # fmt: skip
         self.ranks, self.per_host = ranks, per_host
         self.cards = per_host if cards is None else cards
-        self._us = port_us, card_us
+        self.port_us, self.card_us = port_us, card_us
         hosts = -(-ranks // per_host)
         self.ports = [(Link("NVLink", port_gb_s * 1e3), Link("NVLink", port_gb_s * 1e3)) for _ in range(ranks)]
         self.network = [
@@ -240,11 +261,11 @@ class Fabric:
         if found is None:
             inside = source // self.per_host == target // self.per_host
             if inside:
-                links, us = (self.ports[source][0], self.ports[target][1]), self._us[0]
+                links, us = (self.ports[source][0], self.ports[target][1]), self.port_us
             else:
                 links = self.network[self.card_of(source)][0], self.network[self.card_of(target)][1]
-                us = sum(self._us)
-            found = self._routes[source, target] = Route(links, us)
+                us = self.port_us + self.card_us
+            found = self._routes[source, target] = Route(links, us, in_order=not inside)
         return found
 
     def busiest(self) -> dict[str, float]:

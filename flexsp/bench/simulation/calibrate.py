@@ -1,4 +1,4 @@
-"""Rates of the parts of an exchange, from exchanges and operators that `flexsp bench scale` measured on 1, 2 and 4 GPUs.
+"""Rates of the parts of an exchange, and times of operators, from what `flexsp bench scale` measured on 1, 2 and 4 GPUs.
 
 Rates are those with the least squares of relative errors, found by Newton's method for such sums (Gauss-Newton), with
 a simulation of every measured exchange in each step.
@@ -6,20 +6,27 @@ a simulation of every measured exchange in each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
 from flexsp.bench.record import case_of
-from flexsp.bench.simulation.exchange import Rates, Run, Simulation, State, simulate
+from flexsp.bench.simulation.exchange import Ended, Phase, Rates, Simulation, simulate
 from flexsp.bench.simulation.network import Fabric
+from flexsp.bench.simulation.trace import State
 from flexsp.devices import KNOWN
 
-__all__ = ["KINDS_OF", "Op", "Sample", "fit_rates", "one_host", "run_sample", "samples_of"]
+__all__ = [
+    "KINDS_OF", "MODES", "NVLINK_GB_S", "Calibrated", "Compared", "Sample", "calibrate", "compared", "fit_rates",
+    "one_host", "passes", "run_sample", "samples_of",
+]  # fmt: skip
 
 Result = dict[str, Any]
+Key = tuple[str, str, int]  # case, pass, tokens of a rank
+MODES = ("fwd", "fwd_bwd")
 
 NVLINK_GB_S = 450.0
 """Of a port of an H100 or H200, in each direction; from its data sheet."""
@@ -41,20 +48,6 @@ class Sample:
     state: State
     us: tuple[float, ...]
     slowest: float
-    source: str
-
-
-@dataclass(frozen=True)
-class Op:
-    """An operator's pass over `tokens` of each rank: microseconds on one rank, forward and of both passes, and what
-    ranks of several do besides, each in a pass: composing their segments, and another kernel for what is scanned."""
-
-    case: str
-    tokens: int
-    state: State
-    forward: float
-    both: float
-    extra: tuple[float, float] = (0.0, 0.0)
 
 
 def one_host(ranks: int) -> Fabric:
@@ -73,35 +66,44 @@ def _memory_gb_s(results: Sequence[Result]) -> float:
     raise ValueError(f"results: expected files of one of {', '.join(x.name for x in KNOWN)}, got {name!r}")
 
 
-def samples_of(results: Sequence[tuple[str, Result]]) -> list[Sample]:
-    """The exchanges that were measured alone, of (name of a file, what is in it)."""
-    found = []
-    for source, result in results:
+def samples_of(results: Sequence[Result]) -> list[Sample]:
+    """The exchanges that were measured alone; of those that were measured twice, the mean."""
+    found: dict[tuple[str, State, int], list[list[float]]] = {}
+    for result in results:
         shape = result["shape"]
         for row in result["states"]:
             state = State(row["batch"], shape["H"], shape["K"], shape["V"], "scalar", row["segments"])
             if (row["schedule"], result["transports"][row["schedule"]]) == ("chain", "process_group"):
                 continue
-            us = tuple(1e3 * ms for ms in row["rank_ms"])
-            found.append(Sample(row["schedule"], state, us, 1e3 * row["ms"]["median"], source))
-    return found
+            times = [1e3 * ms for ms in (row["ms"]["median"], *row["rank_ms"])]
+            found.setdefault((row["schedule"], state, row["world_size"]), []).append(times)
+    samples = []
+    for (schedule, state, _), times in found.items():
+        slowest, *us = map(fmean, zip(*times, strict=True))
+        samples.append(Sample(schedule, state, tuple(us), slowest))
+    return samples
 
 
-def run_sample(sample: Sample, rates: Rates) -> Run:
+def run_sample(sample: Sample, rates: Rates) -> Ended:
     """The exchange of a sample, simulated."""
-    simulation = Simulation(one_host(len(sample.us)), rates, sample.state, sample.schedule)
-    return simulate(simulation, [(0.0, False)])
+    return simulate(Simulation(one_host(len(sample.us)), rates, sample.state, sample.schedule)).phases[0]
 
 
-CHAIN = {"launch": 3.0, "hop": 5.0, "credit": 1.0, "fold": 0.4, "write": 0.8}
+def passes(fabric: Fabric, rates: Rates, state: State, schedule: str) -> tuple[Ended, Ended]:
+    """A forward and a backward exchange one after the other. What ranks compute around them takes as long on all, so
+    that it only adds to their times."""
+    forward, both = simulate(Simulation(fabric, rates, state, schedule), [Phase(), Phase(reverse=True)]).phases
+    return forward, both
+
+
+CHAIN = {"launch": 1.2, "hop": 5.1, "credit": 3.2, "fold": 0.4, "write": 1.1}
 MESSAGES = {
-    "start": 20.0, "message": 20.0, "kernel": 2.0, "message_gb_s": 160.0, "gather": 30.0, "gather_hop": 2.0,
-    "gather_gb_s": 180.0,
+    "start": 5.3, "message": 8.0, "kernel": 2.9, "message_gb_s": 128.0, "gather": 26.0, "gather_gb_s": 181.0,
 }  # fmt: skip
 """Where the search begins."""
 
 
-def fit_rates(results: Sequence[tuple[str, Result]]) -> Rates:
+def fit_rates(results: Sequence[Result]) -> Rates:
     """Rates for the exchanges in these files.
 
     Raises:
@@ -112,18 +114,18 @@ def fit_rates(results: Sequence[tuple[str, Result]]) -> Rates:
     messages = [x for x in samples if x.schedule != "chain"]
     if not chain or not messages:
         raise ValueError("results: expected exchanges of chain and of other schedules, got none (--no-states?)")
-    rates = Rates(memory_gb_s=_memory_gb_s([result for _, result in results]))
+    rates = Rates(memory_gb_s=_memory_gb_s(results))
     rates = _search(replace(rates, **CHAIN), list(CHAIN), chain)
     return _search(replace(rates, **MESSAGES), list(MESSAGES), messages)
 
 
 def _errors(rates: Rates, samples: Sequence[Sample]) -> torch.Tensor:
-    """Relative to the slowest rank's time: of that, and of every rank's."""
+    """Of the slowest rank, relative; and, with less weight, of every rank: the first ones' ends delay nobody."""
     errors = []
     for sample in samples:
         run = run_sample(sample, rates)
-        errors += [(run.slowest - sample.slowest) / sample.slowest * len(sample.us) ** 0.5]
-        errors += [(mine - us) / sample.slowest for mine, us in zip(run.us, sample.us, strict=True)]
+        errors.append((run.slowest - sample.slowest) / sample.slowest)
+        errors += [0.1 * (mine - us) / sample.slowest for mine, us in zip(run.us, sample.us, strict=True)]
     return torch.tensor(errors, dtype=torch.float64)
 
 
@@ -131,7 +133,7 @@ def _search(rates: Rates, names: Sequence[str], samples: Sequence[Sample]) -> Ra
     """Gauss-Newton over the logarithms of the rates, so that they stay positive."""
     errors = _errors(rates, samples)
     damping = 1e-3
-    for _ in range(40):
+    for _ in range(20):
         base = torch.tensor([getattr(rates, name) for name in names], dtype=torch.float64)
         columns = [
             (_errors(replace(rates, **{name: float(x) * 1.001}), samples) - errors) / 1e-3
@@ -145,10 +147,107 @@ def _search(rates: Rates, names: Sequence[str], samples: Sequence[Sample]) -> Ra
             new = replace(rates, **dict(zip(names, (base * step.exp()).tolist(), strict=True)))
             found = _errors(new, samples)
             if found.norm() < errors.norm():
-                better = bool(found.norm() < errors.norm() * (1 - 1e-4))
+                better = bool(found.norm() < errors.norm() * (1 - 1e-3))
                 rates, errors, damping = new, found, damping / 4
                 break
             damping *= 4
         if not better:
             break
     return rates
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Rates, and of each operator, pass and length microseconds: on one rank, and what several ranks do besides the
+    exchange, such as composing matrices over a shard."""
+
+    rates: Rates
+    state: State
+    alone: dict[Key, float]
+    extra: dict[Key, float]
+
+    def state_of(self, case: str) -> State:
+        return replace(self.state, kind=KINDS_OF[case])
+
+
+def _rows(results: Sequence[Result], ranks: int) -> dict[tuple[Key, str], list[Result]]:
+    """Rows of (key, schedule) on so many ranks, of operators that make one exchange a pass."""
+    found: dict[tuple[Key, str], list[Result]] = {}
+    for result in results:
+        for row in result["rows"]:
+            if row["world_size"] == ranks and case_of(row) in KINDS_OF:
+                key = case_of(row), row["mode"], row["T_local"]
+                found.setdefault((key, row["schedule"]), []).append(row)
+    return found
+
+
+def calibrate(results: Sequence[Result]) -> Calibrated:
+    """Rates of exchanges from files of 2 and more ranks; operators alone from files of 1; what several ranks do besides
+    from those of 2; and what a dense transition adds to a hop from those of 2 and 4.
+
+    Raises:
+        ValueError: files of several devices or shapes, or without what is needed.
+    """
+    shapes = {str(result["shape"]) for result in results}
+    if len(shapes) != 1:
+        raise ValueError(f"results: expected files of one shape, got {' and '.join(sorted(shapes)) or 'none'}")
+    shape = results[0]["shape"]
+    rates = fit_rates(results)
+    state = State(shape["B"], shape["H"], shape["K"], shape["V"])
+    one, two, four = (_rows(results, ranks) for ranks in (1, 2, 4))
+    missing = [str(n) for n, rows in ((1, one), (2, two), (4, four)) if not rows]
+    if missing:
+        raise ValueError(f"results: expected operators on 1, 2 and 4 ranks, got none on {' and '.join(missing)}")
+    alone = {key: fmean(1e3 * row["slowest_rank_ms"] for row in rows)
+             for (key, schedule), rows in one.items() if schedule == "local"}  # fmt: skip
+    added = [{key: fmean(row["added_us"] for row in rows) for (key, schedule), rows in of.items() if schedule == "chain"}
+             for of in (two, four)]  # fmt: skip
+    hops = [
+        (added[1][key] - us) / 2 / (1 + MODES.index(key[1]))
+        for key, us in added[0].items()
+        if KINDS_OF[key[0]] == "dense" and key in added[1]
+    ]
+    if hops:
+        rates = replace(rates, dense=max(0.0, median(hops) - rates.hop))
+    found = Calibrated(rates, state, alone, {})
+    for kind in sorted({KINDS_OF[key[0]] for key in added[0]}):
+        ends = dict(zip(MODES, passes(one_host(2), rates, replace(state, kind=kind), "chain"), strict=True))
+        found.extra.update({key: us - ends[key[1]].slowest for key, us in added[0].items() if KINDS_OF[key[0]] == kind})
+    return found
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A measured operator over ranks beside its prediction, microseconds; `added`: what ranks add, (measured, here)."""
+
+    key: Key
+    schedule: str
+    ranks: int
+    measured: float
+    predicted: float
+    added: tuple[float, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def compared(results: Sequence[Result], found: Calibrated, schedules: Sequence[str]) -> list[Compared]:
+    """Every measured row of these schedules on 2 and more ranks, with the same run's operator alone."""
+    rows: list[Compared] = []
+    ends: dict[tuple[str, str, int], dict[str, Ended]] = {}
+    for ranks in sorted({result["environment"]["world_size"] for result in results} - {1}):
+        of = _rows(results, ranks)
+        for (key, schedule), measured in of.items():
+            if schedule not in schedules or key not in found.extra:
+                continue
+            kind = KINDS_OF[key[0]]
+            at = kind, schedule, ranks
+            if at not in ends:
+                both = passes(one_host(ranks), found.rates, found.state_of(key[0]), schedule)
+                ends[at] = dict(zip(MODES, both, strict=True))
+            added = ends[at][key[1]].slowest + found.extra[key]
+            us = fmean(1e3 * row["ms"]["median"] for row in measured)
+            alone = fmean(1e3 * row["slowest_rank_ms"] for row in of[key, "local"])
+            rows.append(Compared(key, schedule, ranks, us, alone + added, (us - alone, added)))
+    return rows

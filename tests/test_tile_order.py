@@ -11,6 +11,7 @@ from flexsp.scan.tile_order import Act, block_order
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import ScanCall, scan_error
 from tests.harness.interpreted import INTERPRETED
+from tests.marks import slow
 
 BLOCKS = 2
 Seen = list[tuple[str, int]]
@@ -66,10 +67,9 @@ def recorded(sp: Any, call: ScanCall, seed: int) -> dict[int, Seen]:
     "call",
     [
         ScanCall(1, 5, 3, 4, (1, 2, 1)),
-        ScanCall(1, 3, 3, 4, (1, 2, 1), "vector", reverse=True),
-        ScanCall(1, 5, 20, 7, (1, 1, 1), "dense"),
         ScanCall(1, 3, 20, 7, (1, 0, 1), "dense", reverse=True),
         ScanCall(1, 3, 3, 4, (2, 24, 2), "scalar", cuts=True),  # of 24 segments one has a cut
+        *slow(ScanCall(1, 3, 3, 4, (1, 2, 1), "vector", reverse=True), ScanCall(1, 5, 20, 7, (1, 1, 1), "dense")),
     ],
     ids=lambda call: f"{call.kind}{'-reverse' * call.reverse}{'-cut' * call.cuts}",
 )

@@ -1,4 +1,4 @@
-"""Rates of the parts of an exchange, and times of operators, from what `flexsp bench scale` measured on 1, 2 and 4 GPUs.
+"""Rates of the parts of an exchange, and times of operators, from what `flexsp bench scale` measured on few GPUs.
 
 Rates are those with the least squares of relative errors, found by Newton's method for such sums (Gauss-Newton), with
 a simulation of every measured exchange in each step.
@@ -96,9 +96,9 @@ def passes(fabric: Fabric, rates: Rates, state: State, schedule: str) -> tuple[E
     return forward, both
 
 
-CHAIN = {"launch": 1.2, "hop": 5.1, "credit": 3.2, "fold": 0.4, "write": 1.1}
+CHAIN = {"launch": 1.3, "hop": 5.06, "credit": 3.2, "fold": 0.42, "write": 1.12}
 MESSAGES = {
-    "start": 5.3, "message": 8.0, "kernel": 2.9, "message_gb_s": 128.0, "gather": 26.0, "gather_gb_s": 181.0,
+    "start": 7.0, "message": 8.46, "kernel": 2.88, "message_gb_s": 125.0, "gather": 26.0, "gather_gb_s": 193.0,
 }  # fmt: skip
 """Where the search begins."""
 
@@ -191,17 +191,21 @@ def calibrate(results: Sequence[Result]) -> Calibrated:
     shapes = {str(result["shape"]) for result in results}
     if len(shapes) != 1:
         raise ValueError(f"results: expected files of one shape, got {' and '.join(sorted(shapes)) or 'none'}")
-    shape = results[0]["shape"]
-    rates = fit_rates(results)
-    state = State(shape["B"], shape["H"], shape["K"], shape["V"])
     one, two, four = (_rows(results, ranks) for ranks in (1, 2, 4))
     missing = [str(n) for n, rows in ((1, one), (2, two), (4, four)) if not rows]
     if missing:
         raise ValueError(f"results: expected operators on 1, 2 and 4 ranks, got none on {' and '.join(missing)}")
-    alone = {key: fmean(1e3 * row["slowest_rank_ms"] for row in rows)
-             for (key, schedule), rows in one.items() if schedule == "local"}  # fmt: skip
-    added = [{key: fmean(row["added_us"] for row in rows) for (key, schedule), rows in of.items() if schedule == "chain"}
-             for of in (two, four)]  # fmt: skip
+    rates, shape = fit_rates(results), results[0]["shape"]
+    state = State(shape["B"], shape["H"], shape["K"], shape["V"])
+    alone = {
+        key: fmean(1e3 * row["slowest_rank_ms"] for row in rows)
+        for (key, schedule), rows in one.items()
+        if schedule == "local"
+    }
+    added = [
+        {key: fmean(row["added_us"] for row in rows) for (key, schedule), rows in of.items() if schedule == "chain"}
+        for of in (two, four)
+    ]
     hops = [
         (added[1][key] - us) / 2 / (1 + MODES.index(key[1]))
         for key, us in added[0].items()

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["Cause", "Clock", "Fabric", "Flag", "Link", "Process", "Route", "path_of"]
 
 Cause = tuple[Any, str, float]
-"""(cause of what was before, what the time went into, microseconds), down to None: why something happened when it did."""
+"""(cause of what was before, what the time went into, microseconds), down to None: why something happened then."""
 
 
 def path_of(cause: Cause | None) -> dict[str, float]:
@@ -38,7 +38,10 @@ class Flag:
 
 
 class Process:
-    """A generator that yields (microseconds, what they go into), or a `Flag` to wait for; `cause`: why it is where it is.
+    """A generator that yields (microseconds, what they go into), or a `Flag` to wait for.
+
+    Attributes:
+        cause: why it is where it is now.
     """
 
     __slots__ = ("cause", "steps")
@@ -154,7 +157,7 @@ class Link:
 
 
 class _Transfer:
-    """A message that is on one or several links at once. It has arrived some time after it has left the last of them."""
+    """A message that is on one or several links at once. It arrives some time after it has left the last of them."""
 
     __slots__ = ("_after", "_arrived", "_cause", "_least", "_links", "_sent", "_started", "nbytes", "route")
 

@@ -19,7 +19,7 @@ __all__ = ["CLOCK_MHZ", "COMPUTING", "Ended", "Phase", "Rates", "Run", "Simulati
 
 CLOCK_MHZ = 1980.0
 """Of a multiprocessor of the H200s that were measured, by which the chain's first rank counts its pace."""
-FEW = 64
+FEW = 16
 """More ranks than these are not all driven through an all-gather, where each of R folds up to R states."""
 
 Steps = Generator[tuple[float, str] | Flag, None, None]
@@ -89,7 +89,7 @@ class Simulation:
         self.sent = self.received = 0
         few = schedule == "all_gather" and self.world > FEW
         self.driven: Sequence[int] = (
-            sorted({0, 1, self.world // 2, self.world - 2, self.world - 1}) if few else range(self.world)
+            (0, self.world - 1) if few else range(self.world)  # of which one folds all others in either direction
         )
         self._tiles: dict[tuple[int, int, int], Flag] = {}  # (rank, epoch, tile), that came or is waited for
         self._credits: dict[tuple[int, int, int], Flag] = {}

@@ -138,6 +138,29 @@ def test_torch_messages_by_hand(schedule: str) -> None:
     assert run.phases[0].slowest == pytest.approx(wanted, abs=2e-3)  # memory takes some 1e-6
 
 
+def test_a_rank_starts_one_kernel_of_messages_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 starts two messages without waiting for the first, which takes 5 us; both have a port to themselves."""
+    deeds = {
+        0: [Posts(((True, 1, 50_000),), ()), Posts(((True, 2, 10_000),), ()), Posts((), (0, 1))],
+        1: [Posts(((False, 0, 50_000),), (0,))],
+        2: [Posts(((False, 0, 10_000),), (0,))],
+    }
+    monkeypatch.setattr(exchange, "trace_of", lambda *at: deeds[at[-2]])
+    fabric = Fabric(3, 3, port_gb_s=10.0, card_gb_s=1)
+    run = exchange.simulate(Simulation(fabric, Rates(message=2.0), State(1, 1, 1, 1), "serial"))
+    assert run.phases[0].us == pytest.approx([2 + 5 + 2 + 1, 2 + 5, 2 + 5 + 2 + 1], abs=1e-6)
+
+
+def test_an_all_gather_goes_over_all_cards() -> None:
+    """Of 4 ranks on 2 hosts each has a state and its factors to be sent on three times, over two cards of each host."""
+    rates, state = Rates(gather=7.0, gather_gb_s=20.0), State(1, 1, 8, 32)
+    nbytes = 16 + 8 * 33 * 4
+    for card, gb_s in ((2.0, 4.0), (50.0, 20.0)):
+        fabric = Fabric(4, 2, port_gb_s=400, card_gb_s=card, card_us=11.0)
+        run = exchange.simulate(Simulation(fabric, rates, state, "all_gather"))
+        assert run.phases[0].slowest == pytest.approx(7 + 11 + 3 * nbytes / (gb_s * 1e3), abs=1e-3)
+
+
 @pytest.mark.parametrize("schedule", MESSAGES)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_every_message_that_is_sent_is_received(schedule: str, reverse: bool) -> None:

@@ -145,7 +145,7 @@ def test_a_rank_starts_one_kernel_of_messages_after_the_other(monkeypatch: pytes
         1: [Posts(((False, 0, 50_000),), (0,))],
         2: [Posts(((False, 0, 10_000),), (0,))],
     }
-    monkeypatch.setattr(exchange, "trace_of", lambda *at: deeds[at[-2]])
+    monkeypatch.setattr(exchange, "trace_of", lambda *at: deeds[at[4]])
     fabric = Fabric(3, 3, port_gb_s=10.0, card_gb_s=1)
     run = exchange.simulate(Simulation(fabric, Rates(message=2.0), State(1, 1, 1, 1), "serial"))
     assert run.phases[0].us == pytest.approx([2 + 5 + 2 + 1, 2 + 5, 2 + 5 + 2 + 1], abs=1e-6)
@@ -186,8 +186,8 @@ def test_every_message_that_is_sent_is_received(schedule: str, reverse: bool) ->
 
 
 def test_a_message_that_nobody_receives_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(state: State, schedule: str, world: int, per_host: int, rank: int, reverse: bool) -> Any:
-        deeds = trace_of(state, schedule, world, per_host, rank, reverse)
+    def without(state: State, schedule: str, world: int, per_host: int, rank: int, *how: bool) -> Any:
+        deeds = trace_of(state, schedule, world, per_host, rank, *how)
         return [deed for deed in deeds if rank != 2 or not isinstance(deed, Posts)]
 
     monkeypatch.setattr(exchange, "trace_of", without)

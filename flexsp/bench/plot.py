@@ -86,7 +86,7 @@ def efficiencies(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows = result["rows"]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
+    cases, sizes = list(dict.fromkeys(row["case"] for row in rows)), sorted({row["ranks"] for row in rows})
     figure, axes = pyplot.subplots(
         len(_TITLES), len(cases), figsize=(3.4 * len(cases), 5.4), squeeze=False, sharex=True, sharey=True
     )
@@ -102,9 +102,10 @@ def efficiencies(result: dict[str, Any], path: Path) -> None:
                 axis.plot(*zip(*of, strict=True), color=_COLORS.get(schedule), marker="o", markersize=3, label=schedule)
             axis.axhline(0.95, color="black", linewidth=0.8, linestyle=":")
             axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, list(map(str, sizes)))
             axis.set_ylim(0, 1.02)
             axis.set_title(f"{case}, {title}", fontsize=8)
-            axis.tick_params(labelsize=8)
+            axis.tick_params(labelsize=7)
             axis.spines[["top", "right"]].set_visible(False)
             if i == len(_TITLES) - 1:
                 axis.set_xlabel("ranks", fontsize=8)

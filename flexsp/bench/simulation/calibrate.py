@@ -86,13 +86,17 @@ def samples_of(results: Sequence[Result]) -> list[Sample]:
 
 def run_sample(sample: Sample, rates: Rates) -> Ended:
     """The exchange of a sample, simulated."""
-    return simulate(Simulation(one_host(len(sample.us)), rates, sample.state, sample.schedule)).phases[0]
+    fabric = one_host(len(sample.us))
+    return simulate(Simulation(fabric, rates, sample.state, sample.schedule, as_measured=True)).phases[0]
 
 
-def passes(fabric: Fabric, rates: Rates, state: State, schedule: str) -> tuple[Ended, Ended]:
+def passes(
+    fabric: Fabric, rates: Rates, state: State, schedule: str, as_measured: bool = False
+) -> tuple[Ended, Ended]:
     """A forward and a backward exchange one after the other. What ranks compute around them takes as long on all, so
     that it only adds to their times."""
-    forward, both = simulate(Simulation(fabric, rates, state, schedule), [Phase(), Phase(reverse=True)]).phases
+    simulation = Simulation(fabric, rates, state, schedule, as_measured=as_measured)
+    forward, both = simulate(simulation, [Phase(), Phase(reverse=True)]).phases
     return forward, both
 
 
@@ -248,7 +252,7 @@ def compared(results: Sequence[Result], found: Calibrated, schedules: Sequence[s
             kind = KINDS_OF[key[0]]
             at = kind, schedule, ranks
             if at not in ends:
-                both = passes(one_host(ranks), found.rates, found.state_of(key[0]), schedule)
+                both = passes(one_host(ranks), found.rates, found.state_of(key[0]), schedule, as_measured=True)
                 ends[at] = dict(zip(MODES, both, strict=True))
             added = ends[at][key[1]].slowest + found.extra[key]
             us = fmean(1e3 * row["ms"]["median"] for row in measured)

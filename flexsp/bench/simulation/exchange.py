@@ -76,14 +76,15 @@ class Simulation:
         schedule: of `flexsp.scan.schedules`; "chain" is its kernel.
         blocks: that the chain's kernel has at most.
         pace: microseconds between tiles of the chain's first rank.
+        as_measured: as `trace_of` takes it.
     """
 
     def __init__(
         self, fabric: Fabric, rates: Rates, state: State, schedule: str, *, blocks: int = MAX_BLOCKS,
-        pace: float = PACE / CLOCK_MHZ,
+        pace: float = PACE / CLOCK_MHZ, as_measured: bool = False,
     ) -> None:  # fmt: skip
         self.fabric, self.rates, self.state, self.schedule = fabric, rates, state, schedule
-        self.blocks, self.pace = min(blocks, MAX_BLOCKS), pace
+        self.blocks, self.pace, self.as_measured = min(blocks, MAX_BLOCKS), pace, as_measured
         self.clock = Clock()
         self.world = fabric.ranks
         self.sent = self.received = 0
@@ -194,7 +195,8 @@ class Simulation:
         swept = state.segments * state.nbytes / (rates.memory_gb_s * 1e3)
         yield rates.start + swept, KERNELS
         posts: list[_Posted] = []
-        for deed in trace_of(state, self.schedule, self.world, self.fabric.per_host, rank, reverse):
+        at = state, self.schedule, self.world, self.fabric.per_host, rank, reverse
+        for deed in trace_of(*at, self.as_measured):
             if isinstance(deed, Work):
                 yield deed.kernels * rates.kernel + deed.nbytes / (rates.memory_gb_s * 1e3), KERNELS
             elif isinstance(deed, Collective):

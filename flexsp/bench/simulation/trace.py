@@ -7,6 +7,8 @@ time can be told, and nothing is computed or sent.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -19,8 +21,8 @@ from flexsp.comm.process_group import Call
 from flexsp.comm.ranks import GROUPS
 from flexsp.comm.signature import Signature
 from flexsp.comm.steps import Gather
+from flexsp.scan import schedules
 from flexsp.scan.cost import TILE
-from flexsp.scan.schedules import steps_of
 from flexsp.scan.transitions import KINDS, Transition
 
 __all__ = ["Collective", "Deed", "Posts", "State", "Work", "alike", "driven", "trace_of"]
@@ -140,10 +142,16 @@ def _group_of(rank: int, world: int, per_host: int, schedule: str) -> SequencePa
     return sp
 
 
-def trace_of(state: State, schedule: str, world: int, per_host: int, rank: int, reverse: bool) -> tuple[Deed, ...]:
-    """What `steps_of` has this rank do, one after the other; of ranks that are `alike` it is asked for one alone."""
+def trace_of(
+    state: State, schedule: str, world: int, per_host: int, rank: int, reverse: bool, as_measured: bool = False
+) -> tuple[Deed, ...]:
+    """What `steps_of` has this rank do, one after the other; of ranks that are `alike` it is asked for one alone.
+
+    as_measured: as when the files of benchmarks/results were made. Operators of PyTorch, not one kernel, then applied
+    what an all-gather had brought.
+    """
     like = alike(schedule, world, per_host, rank)
-    deeds = driven(state, schedule, world, per_host, like, reverse)
+    deeds = driven(state, schedule, world, per_host, like, reverse, as_measured)
     if like == rank:
         return deeds
     moved: list[Deed] = []
@@ -170,8 +178,20 @@ def alike(schedule: str, world: int, per_host: int, rank: int) -> int:
     return max((1 << before) >> 1, last - (1 << behind) + 1) * unit + place
 
 
+@contextmanager
+def _applied_by_operators(really: bool) -> Iterator[None]:
+    now = schedules.applied
+    schedules.applied = Transition.apply_packed if really else now
+    try:
+        yield
+    finally:
+        schedules.applied = now
+
+
 @functools.lru_cache(maxsize=8192)
-def driven(state: State, schedule: str, world: int, per_host: int, rank: int, reverse: bool) -> tuple[Deed, ...]:
+def driven(
+    state: State, schedule: str, world: int, per_host: int, rank: int, reverse: bool, as_measured: bool = False
+) -> tuple[Deed, ...]:
     """`trace_of`, from the generator of this very rank."""
     sp, (F, transition) = _group_of(rank, world, per_host, schedule), state.on_meta()
     transition = transition.adjoint() if reverse else transition
@@ -182,8 +202,8 @@ def driven(state: State, schedule: str, world: int, per_host: int, rank: int, re
     started: dict[int, int] = {}
     kept: list[Any] = []  # so that no id of a message is used twice
     answer: torch.Tensor | None = None
-    with torch.no_grad(), _Meter() as meter:
-        steps = steps_of(F, transition, sp, reverse, call)
+    with torch.no_grad(), _applied_by_operators(as_measured), _Meter() as meter:
+        steps = schedules.steps_of(F, transition, sp, reverse, call)
         while True:
             meter.kernels = meter.nbytes = 0
             try:

@@ -181,11 +181,12 @@ def alike(schedule: str, world: int, per_host: int, rank: int) -> int:
 @contextmanager
 def _applied_by_operators(really: bool) -> Iterator[None]:
     now = schedules.applied
-    schedules.applied = Transition.apply_packed if really else now
     try:
+        if really:
+            vars(schedules)["applied"] = Transition.apply_packed
         yield
     finally:
-        schedules.applied = now
+        vars(schedules)["applied"] = now
 
 
 @functools.lru_cache(maxsize=8192)

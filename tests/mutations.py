@@ -18,6 +18,7 @@ from tests.mutations_objectives import OBJECTIVES
 from tests.mutations_ops import OPS
 from tests.mutations_planner import PLANNER
 from tests.mutations_programs import PROGRAMS
+from tests.mutations_simulation import SIMULATION
 from tests.mutations_starting import STARTING
 from tests.mutations_states import STATES
 from tests.mutations_transformers import TRANSFORMERS
@@ -589,6 +590,6 @@ _ATTENTION = [
 
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *HOSTS, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
-    *_ATTENTION, *TRANSFORMERS, *FAULTS, *FLA, *PLANNER, *EXAMPLES, *STARTING, *OPS,
+    *_ATTENTION, *TRANSFORMERS, *FAULTS, *FLA, *PLANNER, *SIMULATION, *EXAMPLES, *STARTING, *OPS,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -437,7 +437,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "expected a flexsp result file" in capsys.readouterr().err
     (tmp_path / "z.json").write_text(json.dumps({"kind": "experiments"}))
     assert main(["bench", "table", str(tmp_path / "z.json")]) == 1
-    kinds = "op, scale, host, traffic, sanitize, model, released"
+    kinds = "op, scale, host, traffic, sanitize, model, released, simulation"
     expected = f"z.json: expected a result of kind {kinds}, got 'experiments'"
     assert expected in capsys.readouterr().err
     (tmp_path / "y.json").write_text(json.dumps({"kind": "op", "rows": []}))

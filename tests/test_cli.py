@@ -26,6 +26,10 @@ FLAGS = {
         "--model", "--tokens", "--gpus", "--gpus-per-host", "--gpu", "--gpu-memory", "--sequences", "--parameters",
         "--optimizer", "--no-checkpointing", "--network", "--json",
     ],
+    "simulate": [
+        "--ranks", "--per-host", "--nic", "--nic-latency", "--nics", "--nvlink", "--T-local", "--case", "--schedules",
+        "--kernel-us", "--check", "--out", "--plot",
+    ],
     "bench op": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
         "--ops", "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
@@ -77,10 +81,11 @@ def test_flags_are_frozen() -> None:
 def test_names_agree_with_what_they_run() -> None:
     from flexsp.bench.cases import CASES, GATES
     from flexsp.bench.ranks import SCHEDULES
+    from flexsp.bench.simulation.calibrate import KINDS_OF
     from flexsp.comm.transport import transports
     from flexsp.scan import schedules
 
-    assert set(cli.OPS) == set(CASES)
+    assert set(cli.OPS) == set(CASES) and tuple(KINDS_OF) == cli.SIMULATED
     assert cli.SCHEDULES == SCHEDULES and set(SCHEDULES) == set(schedules.SCHEDULES)
     scale = cli.parser().parse_args(["bench", "scale", "--transport", "put"])
     assert scale.schedules == list(SCHEDULES) and scale.transport in ("auto", *transports())

@@ -12,7 +12,7 @@ import torch
 
 from flexsp.bench import predict, record
 from flexsp.launch.cli import main
-from flexsp.scan import cost
+from flexsp.scan import cost, tile_order
 from flexsp.scan.cost import Cost, Measurement, fit
 from flexsp.scan.schedules import SCHEDULES
 
@@ -98,9 +98,9 @@ def test_chain_is_that_of_the_plan(mib: int, ranks: int, us: int) -> None:
 
 def test_tiles_are_those_of_the_kernel() -> None:
     pytest.importorskip("triton")
-    from flexsp.scan import propagate
+    from flexsp.scan import tiles
 
-    assert (cost.TILE, cost.BLOCKS) == (4 * propagate.CHAIN_TILE, propagate.MAX_BLOCKS)
+    assert (cost.TILE, cost.BLOCKS) == (4 * tiles.CHAIN_TILE, tile_order.MAX_BLOCKS)
 
 
 def test_small_gpus_hold_fewer_tiles() -> None:

@@ -90,7 +90,7 @@ def test_ranks_with_large_dense_transitions(seed: int) -> None:
 
 def test_more_tiles_than_blocks(seed: int) -> None:
     """Blocks stride over the tiles; the same slots serve many tiles."""
-    from flexsp.scan.propagate import MAX_BLOCKS
+    from flexsp.scan.tile_order import MAX_BLOCKS
 
     calls = [ScanCall(1, MAX_BLOCKS + 3, 2, 3, (1, 0), reverse=reverse) for reverse in (False, True)]
     errors = run_ranks(chain_errors, 2, calls, seed, transport="posix", heap_mib=16, env=INTERPRETED)

@@ -22,6 +22,7 @@ from flexsp.bench.summary import (
     ratios,
     released,
     sanitizers,
+    simulated,
     traffic,
 )
 from flexsp.bench.table import grid
@@ -78,6 +79,7 @@ _KINDS: dict[str, Callable[[Sequence[Path]], str]] = {
     "ratios": ratios,
     "released": released,
     "sanitizers": sanitizers,
+    "simulated": simulated,
     "speed": _speed,
     "traffic": traffic,
 }

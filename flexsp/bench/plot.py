@@ -9,7 +9,7 @@ from typing import Any
 
 from flexsp.bench.record import case_of, load_kind
 
-__all__ = ["run", "weak_scaling"]
+__all__ = ["efficiencies", "run", "weak_scaling"]
 
 _COLORS = {
     "chain": "#1b6ca8", "serial": "#9a9a9a", "pipelined": "#c98b2b", "all_gather": "#b3446c", "hierarchical": "#3c8d5a",
@@ -70,6 +70,51 @@ def weak_scaling(results: Sequence[dict[str, Any]], path: Path, chosen: Sequence
     env, shape = results[0]["environment"], results[0]["shape"]
     figure.suptitle(
         f"weak scaling, {env['device']}, H={shape['H']}, K={shape['K']}, V={shape['V']}, {shape['dtype']}",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def efficiencies(result: dict[str, Any], path: Path) -> None:
+    """Of a simulation, a panel an operator and pass: predicted efficiency against ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = result["rows"]
+    cases, sizes = list(dict.fromkeys(row["case"] for row in rows)), sorted({row["ranks"] for row in rows})
+    figure, axes = pyplot.subplots(
+        len(_TITLES), len(cases), figsize=(3.4 * len(cases), 5.4), squeeze=False, sharex=True, sharey=True
+    )
+    for i, (mode, title) in enumerate(_TITLES.items()):
+        for j, case in enumerate(cases):
+            axis = axes[i][j]
+            for schedule in dict.fromkeys(row["schedule"] for row in rows):
+                of = sorted(
+                    (row["ranks"], row["efficiency"])
+                    for row in rows
+                    if (row["case"], row["mode"], row["schedule"]) == (case, mode, schedule)
+                )
+                axis.plot(*zip(*of, strict=True), color=_COLORS.get(schedule), marker="o", markersize=3, label=schedule)
+            axis.axhline(0.95, color="black", linewidth=0.8, linestyle=":")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, list(map(str, sizes)))
+            axis.set_ylim(0, 1.02)
+            axis.set_title(f"{case}, {title}", fontsize=8)
+            axis.tick_params(labelsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+            if i == len(_TITLES) - 1:
+                axis.set_xlabel("ranks", fontsize=8)
+        axes[i][0].set_ylabel("predicted efficiency", fontsize=8)
+    axes[0][0].legend(fontsize=7, frameon=False)
+    network = result["network"]
+    figure.suptitle(
+        f"weak scaling, predicted: {rows[0]['T_local']:,} tokens a rank, {result['of']}, {network['per_host']} a host, "
+        f"cards of {network['nic_gb_s']:g} GB/s",
         fontsize=10,
     )
     figure.tight_layout()

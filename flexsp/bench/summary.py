@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from flexsp.bench.record import case_of, gates_of, load
-from flexsp.bench.table import RELEASED_HEADER, grid, layers_of, released_lines, shown, times_and_ratios
+from flexsp.bench.table import (
+    RELEASED_HEADER,
+    grid,
+    layers_of,
+    released_lines,
+    shown,
+    simulation_table,
+    times_and_ratios,
+)
 
 __all__ = [
     "beside_ranks", "exchanges", "hosts", "models", "operators", "ratios", "released", "sanitizers", "short_sources",
-    "traffic",
+    "simulated", "traffic",
 ]  # fmt: skip
 
 Result = dict[str, Any]
@@ -155,6 +163,12 @@ def beside_ranks(paths: Sequence[Path]) -> str:
             lines.append([f"`{keys[0]}`", gpus, sizes, _cells(one, 2, "slowest_rank_ms"), ours, others])
     header = ["op", "GPUs", "tokens a GPU", "one GPU ms", "flexsp ms (efficiency)", "beside it, ms (efficiency)"]
     return f"{grid(header, lines)}\n\n{short_sources(results)}"
+
+
+def simulated(paths: Sequence[Path]) -> str:
+    """Predictions of `flexsp simulate`, with the commit whose schedules they are of."""
+    parts = [f"{simulation_table(result)} {short_sources({name: result})}" for name, result in _load(paths).items()]
+    return "\n\n".join(parts)
 
 
 def models(paths: Sequence[Path]) -> str:

@@ -12,8 +12,8 @@ from flexsp.bench.record import case_of, gates_of, load, spread_of
 
 __all__ = [
     "RELEASED_HEADER", "footer", "grid", "host_table", "layers_of", "markdown", "model_table", "op_table", "pair",
-    "released_lines", "released_table", "run", "sanitize_table", "scale_table", "shown", "states_table",
-    "times_and_ratios", "traffic_table",
+    "released_lines", "released_table", "run", "sanitize_table", "scale_table", "shown", "simulation_table",
+    "states_table", "times_and_ratios", "traffic_table",
 ]  # fmt: skip
 
 Result = dict[str, Any]
@@ -269,9 +269,36 @@ def released_table(result: Result) -> str:
     return "\n".join([text, "", *(f"- {note}" for note in notes)]).rstrip()
 
 
+def _largest(path: dict[str, float]) -> str:
+    """The two things that most of the time of an exchange goes into."""
+    most = sorted(path, key=lambda what: -path[what])[:2]
+    return ", ".join(f"{what} {path[what] / sum(path.values()):.0%}" for what in most)
+
+
+def simulation_table(result: Result) -> str:
+    """Predicted efficiencies, forward / both passes, by ranks; at the largest number what limits the exchange."""
+    rows, lines = result["rows"], []
+    sizes = sorted({row["ranks"] for row in rows})
+    keyed = {((row["case"], row["schedule"]), row["ranks"], row["mode"]): row for row in rows}
+    for at in dict.fromkeys((row["case"], row["schedule"]) for row in rows):
+        cells = [" / ".join(f"{keyed[at, n, mode]['efficiency']:.3f}" for mode in ("fwd", "fwd_bwd")) for n in sizes]
+        last = keyed[at, sizes[-1], "fwd"]
+        lines.append([f"`{at[0]}`", at[1], *cells, f"{last['added_us']:,.0f}: {_largest(last['path_us'])}"])
+    header = ["op", "schedule", *(f"{n} ranks" for n in sizes), f"{sizes[-1]} ranks add us, forward"]
+    network, shape = result["network"], result["shape"]
+    cards = f"{network['nics'] or 'as many'} cards of {network['nic_gb_s']:g} GB/s and {network['nic_us']:g} us"
+    sizes_text = f"{rows[0]['T_local']:,} tokens a rank, {shape['H']} heads of {shape['K']} x {shape['V']}"
+    hosts = f"{network['per_host']} on a host, {cards}, ports of {network['nvlink_gb_s']:g} GB/s"
+    files = ", ".join(f"{name} (commit {commit})" for name, commit in result["calibrated_by"].items())
+    return (
+        f"{grid(header, lines)}\n\nPredicted, not measured: {sizes_text}, {result['of']}, {hosts}. {result['near']} "
+        f"Calibrated by {files}."
+    )
+
+
 _TABLES = {
     "op": op_table, "scale": scale_table, "host": host_table, "traffic": traffic_table, "sanitize": sanitize_table,
-    "model": model_table, "released": released_table,
+    "model": model_table, "released": released_table, "simulation": simulation_table,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""The `flexsp` command: `doctor` reports and tests, `dump` reads what ranks wrote after a fault, `plan` predicts, and
-`bench` measures and shows results.
+"""The `flexsp` command: `doctor` reports and tests, `dump` reads what ranks wrote after a fault, `plan` and `simulate`
+predict, and `bench` measures and shows results.
 
 This is the top of the import tree: the module of a command is imported only when that command runs.
 """
@@ -25,6 +25,10 @@ OPS = (
     "hgrn", "mlstm", "rwkv7", "mamba", "mamba3", "attention",
 )  # fmt: skip
 SCHEDULES = ("chain", "serial", "pipelined", "all_gather", "hierarchical")
+SIMULATED = (
+    "linear_attn", "simple_gla", "retention", "lightning", "mamba2", "generated_simple_gla", "gla", "generated_gla",
+    "gated_delta_rule", "gated_delta_rule_shared_keys", "kda", "gated_delta_product",
+)  # fmt: skip
 PEERS = ("fla", "flashqla", "torch")
 LIBRARIES = ("fla", "flashqla", "mamba_ssm", "mlstm_kernels", "cudnn")
 GATES = ("mild", "initialised", "bounded", "unbounded", "none")
@@ -188,6 +192,41 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _gb_s(text: str) -> float:
+    """A rate: 50 or 50GB/s."""
+    number = text.removesuffix("GB/s")
+    try:
+        return float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected GB/s such as 50 or 50GB/s, got {text!r}") from None
+
+
+def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "files of `bench scale` on 1, 2 and 4 GPUs (default: those of this project's checkout)"
+    parser.add_argument("results", nargs="*", help=text)
+    sizes = [8 << i for i in range(8)]
+    _sizes_argument(parser, "--ranks", "ranks in all (default 8,16,...,1024)", sizes)
+    parser.add_argument("--per-host", type=int, default=8, metavar="N", help="ranks of a host (default 8)")
+    text = "of a network card, in each direction (default 50GB/s)"
+    parser.add_argument("--nic", type=_gb_s, default=50.0, metavar="GB/s", help=text)
+    text = "that a message between hosts takes beside its bytes and what it takes inside one (default 20, assumed)"
+    parser.add_argument("--nic-latency", type=float, default=20.0, metavar="US", help=text)
+    parser.add_argument("--nics", type=int, metavar="N", help="cards of a host (default: one for each rank)")
+    text = "of a GPU's port inside a host, in each direction (default 450GB/s)"
+    parser.add_argument("--nvlink", type=_gb_s, default=450.0, metavar="GB/s", help=text)
+    parser.add_argument("--T-local", type=int, default=65536, metavar="N", help="tokens a rank (default 65536)")
+    chosen = ["gated_delta_rule", "kda", "mamba2", "simple_gla"]
+    text = f"operators, of those that make one exchange a pass (default {','.join(chosen)})"
+    _names_argument(parser, "--case", SIMULATED, text, chosen)
+    chosen = ["chain", "hierarchical", "all_gather"]
+    _names_argument(parser, "--schedules", SCHEDULES, f"of {','.join(SCHEDULES)} (default {','.join(chosen)})", chosen)
+    text = "that an operator of PyTorch takes beside its bytes, in place of what was measured; 0: what links alone take"
+    parser.add_argument("--kernel-us", type=float, metavar="US", help=text)
+    parser.add_argument("--check", action="store_true", help="measured rows that are missed, and the cost model")
+    parser.add_argument("--out", metavar="FILE.json", help="save the predictions")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw them")
+
+
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=("tiny", "1b"), default="1b", help="of the Qwen3-Next model (default 1b)")
     _sizes_argument(parser, "--T", "tokens of the sequence (default 32768,131072)", [32768, 131072])
@@ -212,6 +251,8 @@ def parser() -> argparse.ArgumentParser:
     dump.add_argument("folder")
     text = "memory and step time of a model of transformers on some GPUs, and how to split them"
     _plan_arguments(commands.add_parser("plan", help=text))
+    text = "weak scaling over many ranks on many hosts, predicted from what 1, 2 and 4 GPUs were measured to take"
+    _simulate_arguments(commands.add_parser("simulate", help=text))
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
     _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
     _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --ranks"))
@@ -270,7 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     args = parser().parse_args(words)
     args.argv = words
-    modules = {"doctor": "flexsp.launch.doctor", "dump": "flexsp.launch.dump", "plan": "flexsp.planner.report"}
+    modules = {
+        "doctor": "flexsp.launch.doctor", "dump": "flexsp.launch.dump", "plan": "flexsp.planner.report",
+        "simulate": "flexsp.bench.simulate",
+    }  # fmt: skip
     name = modules.get(args.command) or f"flexsp.bench.{args.bench}"
     try:
         status: int = importlib.import_module(name).run(args)

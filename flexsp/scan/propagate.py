@@ -39,16 +39,12 @@ from flexsp.scan import segments
 from flexsp.scan.dense import load_dense, through
 from flexsp.scan.neighbours import CONTROL_WORDS, control_of, wait_credit, wait_tile
 from flexsp.scan.segments import apply, fold, write
+from flexsp.scan.tile_order import MAX_BLOCKS, PACE
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles, too_large
 from flexsp.scan.transitions import KINDS, Transition
 
 __all__ = ["fits", "local_launch", "propagate"]
 
-# Blocks of a kernel that waits for a neighbour. There is at most one for each multiprocessor, so that all are resident.
-MAX_BLOCKS = 128
-# The first rank starts a full tile every PACE cycles of its multiprocessor. If it sent all tiles at once, they would
-# share the link and arrive together, and every hop would wait for the whole state. At a pace the hops overlap.
-PACE = 160
 COUNTERS = 16  # int64 numbers in front of the epochs: the failure mark, scratch for the time; the rest is unused
 
 _TILE = tl.constexpr(CHAIN_TILE)

@@ -21,6 +21,7 @@ Other releases are launched by Triton's own launcher in Python, which takes more
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler.compiler import get_cache_key, make_backend
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
@@ -41,8 +43,9 @@ from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "Parameter", "assembler_for", "assembling_by",
-    "assembling_with", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom", "gpu_target",
-    "load", "make_launcher", "parameters", "profiled", "runs_gluon", "shipped_assemblers", "starter", "tool", "tool_at",
+    "assembling_with", "cache_key", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom", "gpu_target",
+    "load", "make_launcher", "parameters", "profiled", "runs_gluon", "shipped_assemblers", "standing_in", "starter",
+    "tool", "tool_at",
 ]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
@@ -89,6 +92,31 @@ def current_target() -> Any:
     return triton.runtime.driver.active.get_current_target()
 
 
+@contextmanager
+def standing_in(target: Any) -> Iterator[None]:
+    """Inside, Triton takes `target` for the current GPU of this process. It can launch nothing."""
+    driver = triton.runtime.driver
+    before = getattr(driver, "_active", None)
+    driver.set_active(_StandIn(target))
+    try:
+        yield
+    finally:
+        driver.set_active(before)
+
+
+class _StandIn:
+    """What is asked of Triton's driver before a launch."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def compile_kernel(
     kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int], target: Any,
     options: Mapping[str, Any], told: Mapping[str, str],
@@ -101,11 +129,31 @@ def compile_kernel(
         divisible: positions of arguments that are divisible by 16.
         told: what else decides, for the cache's key.
     """
+    source, options, environment = _source(kernel, signature, constants, divisible, options, told)
+    return triton.compile(source, target, options, _env_vars=environment)
+
+
+def cache_key(
+    kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int], target: Any,
+    options: Mapping[str, Any], told: Mapping[str, str],
+) -> str:  # fmt: skip
+    """The key of `compile_kernel` in Triton's cache, which is the hash of what it returns. Nothing is compiled."""
+    source, options, environment = _source(kernel, signature, constants, divisible, options, told)
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    key: str = get_cache_key(source, backend, parsed, env_vars=environment)
+    return hashlib.sha256(key.encode("utf-8")).hexdigest()
+
+
+def _source(
+    kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int],
+    options: Mapping[str, Any], told: Mapping[str, str],
+) -> tuple[Any, dict[str, Any], dict[str, str]]:  # fmt: skip
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     made = GluonASTSource if kernel.is_gluon() else ASTSource
     source = made(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
-    return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | dict(told))
+    return source, options, get_cache_invalidating_env_vars() | dict(told)
 
 
 # What the compiler of one thread does otherwise ----------------------------------------------------------------------

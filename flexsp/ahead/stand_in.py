@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flexsp import devices
 from flexsp.devices import Device
@@ -58,7 +59,7 @@ class _StandIn(TorchFunctionMode):
         start = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            with nullcontext() if is_in_torch_dispatch_mode() else self:  # a program that is traced has no device
                 return start(*args, **kwargs)
 
         return run

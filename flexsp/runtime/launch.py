@@ -82,11 +82,7 @@ def newer_assembler() -> Any:
     Looked at are Triton's two, that of the CUDA toolkit and that of the package nvidia-cuda-nvcc; none of a newer CUDA
     than torch's, whose cubins the driver might not load.
     """
-    return assembler_of(int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else 99)
-
-
-def assembler_of(limit: int) -> Any:
-    """`newer_assembler` of a torch that was built for CUDA `limit`."""
+    limit = int(torch.version.cuda.partition(".")[0]) if torch.version.cuda else 99
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "ptxas"
     package = Path(torch.__file__).parents[1] / "nvidia" / f"cu{limit}" / "bin" / "ptxas"
     found = [private.tool_at(path) for path in (toolkit, package) if path.exists()]

@@ -23,11 +23,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import sysconfig
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import triton
 from triton import knobs
@@ -35,6 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.compiler.compiler import get_cache_key, make_backend
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
@@ -43,9 +47,9 @@ from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "Parameter", "assembler_for", "assembling_by",
-    "assembling_with", "cache_key", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom", "gpu_target",
-    "load", "make_launcher", "parameters", "profiled", "runs_gluon", "shipped_assemblers", "standing_in", "starter",
-    "tool", "tool_at",
+    "assembling_with", "cache_folder", "cache_key", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom",
+    "gpu_target", "in_cache", "keep_launcher", "load", "make_launcher", "parameters", "profiled", "runs_gluon",
+    "shipped_assemblers", "standing_in", "starter", "tool", "tool_at",
 ]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
@@ -275,6 +279,65 @@ def profiled() -> bool:
 def make_launcher(compiled: Any) -> Any:
     """Triton's launcher of a kernel. In 3.6 that is C code, compiled for its signature into Triton's cache."""
     return triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def cache_folder() -> str:
+    """Where Triton keeps compiled kernels."""
+    return str(knobs.cache.dir)
+
+
+def in_cache(key: str, name: str) -> bool:
+    """Whether Triton's cache has the kernel of this name under a key of `cache_key`."""
+    file = f"{name[:150]}.json"  # where Triton ends the names of files
+    return file in (get_cache_manager(key).get_group(file) or {})
+
+
+def keep_launcher(compiled: Any) -> bool:
+    """Compiles what `make_launcher` would compile, and what Triton compiles before its first launch, into Triton's
+    cache, without a GPU. Nothing is loaded. Whether all was there already. Of Triton 3.6 alone; others compile one
+    launcher for all kernels, which is left to them.
+
+    It is for processes that launch nothing.
+
+    Raises:
+        RuntimeError: there is no C compiler.
+    """
+    if RELEASE != (3, 6):
+        return True
+    from triton.backends.nvidia import driver
+
+    there = []
+
+    def keep(src: str, name: str, **how: Any) -> Any:
+        there.append(_keep_module(src, name, how["include_dirs"], how["libraries"]))
+        return mock.MagicMock()
+
+    dirs = mock.patch.object(driver, "library_dirs", list)
+    with dirs, mock.patch.object(driver, "compile_module_from_src", keep):
+        driver.CudaUtils.__init__(mock.MagicMock())
+        driver.CudaLauncher(compiled.src, compiled.metadata)
+    return all(there)
+
+
+def _keep_module(source: str, name: str, include_dirs: list[str], libraries: list[str]) -> bool:
+    """As Triton's `compile_module_from_src`, but the module is not loaded. The CUDA driver's library need not be there:
+    what is linked with has its name and the functions that the source names."""
+    from triton.runtime import build
+
+    key = hashlib.sha256((source + build.platform_key()).encode("utf-8")).hexdigest()
+    cache, suffix = get_cache_manager(key), sysconfig.get_config_var("EXT_SUFFIX")
+    if cache.get_file(f"{name}{suffix}") is not None:
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        place, text = Path(folder), Path(folder) / f"{name}.c"
+        (place / "driver.c").write_text("".join(f"void {x}(void) {{}}\n" for x in {*re.findall(r"\bcu[A-Z]\w+", source)}))
+        link = ["-Wl,-soname,libcuda.so.1"]
+        stub = build._build("driver", str(place / "driver.c"), folder, [], [], [], link)
+        Path(stub).rename(place / "libcuda.so.1")
+        text.write_text(source)
+        made = build._build(name, str(text), folder, [folder], include_dirs, libraries, [])
+        cache.put(Path(made).read_bytes(), f"{name}{suffix}", binary=True)
+    return False
 
 
 def load(compiled: Any) -> None:

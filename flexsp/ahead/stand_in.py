@@ -51,6 +51,8 @@ class _StandIn(TorchFunctionMode):
         answer = self.answers.get(func)
         if answer is not None:
             return answer(args[0])
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         kwargs = {name: self._there(x) for name, x in (kwargs or {}).items() if name != "pin_memory"}
         return func(*[self._there(x) for x in args], **kwargs)
 

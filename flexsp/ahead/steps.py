@@ -51,16 +51,11 @@ class Call:
 
     @property
     def cu_seqlens(self) -> torch.Tensor | None:
-        """Boundaries of documents in the whole sequence, on the GPU."""
-        bounds = self.cu_seqlens_cpu
-        return None if bounds is None else bounds.to(_GPU)
-
-    @property
-    def cu_seqlens_cpu(self) -> torch.Tensor | None:
+        """Boundaries of documents in the whole sequence."""
         if not self.packed:
             return None
         total = self.T * self.sp.world_size
-        return torch.tensor([i * total // _DOCUMENTS for i in range(_DOCUMENTS + 1)])
+        return torch.tensor([i * total // _DOCUMENTS for i in range(_DOCUMENTS + 1)], device=_GPU)
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ def _run_case(case: Case, shape: Callable[[Call], Any], call: Call) -> None:
     inputs = case.draw(shape(call), call.dtype, normal)
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if name != "do"}
     bounds = call.cu_seqlens
-    packed = {} if bounds is None else {"cu_seqlens": bounds, "cu_seqlens_cpu": call.cu_seqlens_cpu}
+    packed = {} if bounds is None else {"cu_seqlens": bounds}
     with _alone(call.sp, call.T):
         o = case.ours({**leaves, **packed}, sp=call.sp if call.sp.world_size > 1 else False)
         torch.autograd.grad(o, [*leaves.values()], inputs["do"], allow_unused=True)
@@ -198,7 +193,7 @@ def _run_mixer(module: nn.Module, names: Mapping[str, Any], config: Any, call: C
             return convolve(*args)
 
     lengths = (call.T,) * call.sp.world_size
-    shard = Running(call.sp, lengths, call.B, call.cu_seqlens, call.cu_seqlens_cpu, None, None, call.B * sum(lengths))
+    shard = Running(call.sp, lengths, call.B, call.cu_seqlens, None, None, None, call.B * sum(lengths))
     module = module.to(call.dtype)
     hidden = torch.empty(call.B, call.T, config.hidden_size, dtype=call.dtype, device=_GPU, requires_grad=True)
     with ExitStack() as stack:

@@ -72,7 +72,9 @@ def _check(args: argparse.Namespace) -> None:
         fail("flexsp compile", "one of MODEL_FOLDER, --layer and --variant", f"{sum(given)} of them")
     for name in ("B", "ranks"):
         check_integer(f"--{name}", getattr(args, name), least=1)
-    if args.packed and args.B != 1:
+    for n in args.packed:
+        check_integer("--packed", n)
+    if any(args.packed) and args.B != 1:
         fail("--B", "1 with --packed, since documents are packed in one sequence", args.B)
     if args.jobs is not None:
         check_integer("--jobs", args.jobs, least=1)
@@ -104,15 +106,16 @@ def planned(args: argparse.Namespace, device: Device, kind: str = "meta", say: A
     """
     from flexsp.ahead.stand_in import collected_on
 
-    lengths = [parse_tokens(text) for text in args.tokens]
+    calls = [(parse_tokens(text), n) for text in args.tokens for n in args.packed]
     transport = args.transport if args.schedule == "chain" else PROCESS_GROUP
     with collected_on(device, kind) as found:
         for sp in roles(args.ranks, transport, args.schedule, args.heap << 20):
             for step in _steps(args):
-                for T in lengths:
+                for T, packed in calls:
                     before = len(found)
-                    step.run(Call(args.B, T, getattr(torch, args.dtype), args.packed, sp))
-                    at = f", rank {sp.rank} of {args.ranks}" if args.ranks > 1 else ""
+                    step.run(Call(args.B, T, getattr(torch, args.dtype), packed, sp))
+                    at = f" in {packed} documents" if packed else ""
+                    at += f", rank {sp.rank} of {args.ranks}" if args.ranks > 1 else ""
                     say(f"{step.name}, {args.B} x {T:,} tokens{at}: {len(found) - before} kernels more")
     return [*found.values()]
 

@@ -30,7 +30,6 @@ from flexsp.planner.model import config_of, known_types, on_meta
 __all__ = ["Call", "Step", "of_folder", "of_layer", "of_variant", "roles"]
 
 _GPU = torch.device("cuda", 0)
-_DOCUMENTS = 4
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ class Call:
 
     Attributes:
         B, T: sequences, and tokens of this rank.
-        packed: documents are packed, in one sequence.
+        packed: documents that are packed in one sequence; 0 if none are.
         sp: the ranks.
     """
 
     B: int
     T: int
     dtype: torch.dtype
-    packed: bool
+    packed: int
     sp: SequenceParallel
 
     @property
@@ -55,7 +54,7 @@ class Call:
         if not self.packed:
             return None
         total = self.T * self.sp.world_size
-        return torch.tensor([i * total // _DOCUMENTS for i in range(_DOCUMENTS + 1)], device=_GPU)
+        return torch.tensor([i * total // self.packed for i in range(self.packed + 1)], device=_GPU)
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def _run_mixer(module: nn.Module, names: Mapping[str, Any], config: Any, call: C
 
     lengths = (call.T,) * call.sp.world_size
     shard = Running(call.sp, lengths, call.B, call.cu_seqlens, None, None, None, call.B * sum(lengths))
-    module = module.to(call.dtype)
+    module = module.to_empty(device=_GPU).to(call.dtype)
     hidden = torch.empty(call.B, call.T, config.hidden_size, dtype=call.dtype, device=_GPU, requires_grad=True)
     with ExitStack() as stack:
         stack.enter_context(_alone(call.sp, call.T))

@@ -198,7 +198,8 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     text = "tokens of one rank, such as 65536 or 64k; long texts are cut otherwise than short ones (default 64k)"
     parser.add_argument("--tokens", type=_listed(str), default=["64k"], metavar="N,N", help=text)
     parser.add_argument("--B", type=int, default=1, help="sequences of a rank (default 1)")
-    parser.add_argument("--packed", action="store_true", help="documents are packed (default: each sequence is one)")
+    text = "how many documents are packed in a sequence, 0 for none (default 0); each number may have kernels of its own"
+    _sizes_argument(parser, "--packed", text, [0])
     text = "of parameters and activations (default bfloat16)"
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help=text)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of a sequence (default 1)")

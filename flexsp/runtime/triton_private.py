@@ -43,6 +43,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
 from flexsp.runtime import tested_versions
+from flexsp.runtime.workarounds.moved_cache import find_in_moved_folders
 from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
@@ -56,6 +57,7 @@ RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
 
 mend_parser()
+find_in_moved_folders()
 
 # Kernels and their compilation ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,34 @@
+"""Lets Triton find kernels in a cache folder that was moved.
+
+Fault: Triton 3.6 to 3.9. For each kernel the cache has a list of its files, with their places at the time when they
+were written. In a folder that was carried elsewhere none of them is found, and all kernels are compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+__all__ = ["find_in_moved_folders"]
+
+
+@functools.cache
+def find_in_moved_folders() -> None:
+    """Where a listed file is not found, the one of its name beside the list is taken."""
+    from triton.runtime.cache import FileCacheManager
+
+    listed = FileCacheManager.get_group
+
+    @functools.wraps(listed)
+    def found(self: Any, filename: str) -> dict[str, str] | None:
+        group: dict[str, str] | None = listed(self, filename)
+        place = None if group is None or filename in group else self.get_file(f"__grp__{filename}")
+        if place is None:
+            return group
+        with open(place) as file:
+            names = json.load(file)["child_paths"]
+        here = {name: self.get_file(name) for name in names}
+        return here if all(here.values()) else group
+
+    FileCacheManager.get_group = found

@@ -45,12 +45,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _compile(args: argparse.Namespace, device: Device) -> int:
+    began = time.perf_counter()
+    requests = planned(args, device, say=lambda text: print(text, flush=True))
     from flexsp.ahead.kernels import build_all, cores, table
     from flexsp.runtime.launch import newer_assembler
     from flexsp.runtime.triton_private import assembler_for, cache_folder, gpu_target
 
-    began = time.perf_counter()
-    requests = planned(args, device, say=lambda text: print(text, flush=True))
     if not requests:
         fail("the layers", "some whose kernels are flexsp's", "none: nothing is to be compiled")
     tool = (newer_assembler() if device.arch == 90 else None) or assembler_for(device.arch)
@@ -104,13 +104,14 @@ def planned(args: argparse.Namespace, device: Device, kind: str = "meta", say: A
         kind: of device, whose tensors stand in for those on the GPU.
         say: is told of each step.
     """
-    from flexsp.ahead.stand_in import collected_on
-
+    steps = [*_steps(args)]
     calls = [(parse_tokens(text), n) for text in args.tokens for n in args.packed]
     transport = args.transport if args.schedule == "chain" else PROCESS_GROUP
+    from flexsp.ahead.stand_in import collected_on
+
     with collected_on(device, kind) as found:
         for sp in roles(args.ranks, transport, args.schedule, args.heap << 20):
-            for step in _steps(args):
+            for step in steps:
                 for T, packed in calls:
                     before = len(found)
                     step.run(Call(args.B, T, getattr(torch, args.dtype), packed, sp))

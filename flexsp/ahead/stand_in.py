@@ -98,6 +98,7 @@ def collected_on(device: Device, kind: str = "meta") -> Iterator[dict[Any, Any]]
         "get_device_capability": lambda *_: device.capability,
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
+        "device": lambda *_: nullcontext(),
         "is_current_stream_capturing": lambda: False,
     }
     with ExitStack() as stack:

@@ -150,7 +150,7 @@ def of_folder(folder: str | Path) -> Iterator[Step]:
     """
     kind = config_of(folder, "MODEL_FOLDER").get("model_type")
     if kind in _FLA:
-        yield from _of_fla(folder, str(kind))
+        yield from _of_fla(folder)
     elif kind in known_types():
         yield from _of_transformers(on_meta(folder, "MODEL_FOLDER"))
     else:
@@ -180,16 +180,19 @@ def _of_transformers(model: Any) -> Iterator[Step]:
         yield Step(f"{type(module).__name__} ({name})", functools.partial(_run_mixer, module, names, model.config))
 
 
+def _convolved_alone(*args: Any) -> torch.Tensor:
+    """The convolution without the tokens of the rank before; it launches no kernel of flexsp's."""
+    from flexsp.nn.conv import convolve
+
+    with sequence_parallel(None):
+        return convolve(*args)
+
+
 def _run_mixer(module: nn.Module, names: Mapping[str, Any], config: Any, call: Call) -> None:
     """As a parallelized model runs it, on activations of the layer before."""
     from flexsp.integrations.transformers import functions
     from flexsp.integrations.transformers.batch import KEY, Running
     from flexsp.integrations.transformers.forwards import with_globals
-    from flexsp.nn.conv import convolve
-
-    def alone(*args: Any) -> torch.Tensor:
-        with sequence_parallel(None):
-            return convolve(*args)
 
     lengths = (call.T,) * call.sp.world_size
     shard = Running(call.sp, lengths, call.B, call.cu_seqlens, None, None, None, call.B * sum(lengths))
@@ -197,11 +200,45 @@ def _run_mixer(module: nn.Module, names: Mapping[str, Any], config: Any, call: C
     hidden = torch.empty(call.B, call.T, config.hidden_size, dtype=call.dtype, device=_GPU, requires_grad=True)
     with ExitStack() as stack:
         stack.enter_context(_alone(call.sp, call.T))
-        stack.enter_context(mock.patch.object(functions, "convolve", alone))
+        stack.enter_context(mock.patch.object(functions, "convolve", _convolved_alone))
         made = with_globals(type(module).forward, names)(module, hidden, **{KEY: shard})
         o = made[0] if isinstance(made, tuple) else made
         o.backward(torch.empty_like(o))
 
 
-def _of_fla(folder: str | Path, kind: str) -> Iterator[Step]:
-    raise NotAvailable(f"{kind}: soon")
+def _of_fla(folder: str | Path) -> Iterator[Step]:
+    try:
+        import fla  # noqa: F401
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise NotAvailable(f"MODEL_FOLDER: the model is built with flash-linear-attention: {error}; "
+                           'pip install "flexsp[fla]"') from error  # fmt: skip
+    from flexsp.integrations.fla.check import check
+    from flexsp.integrations.fla.mixers import MIXERS, qualified_name
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    check(model)
+    mixers: dict[Any, Any] = {}
+    for name, module in model.named_modules():
+        if qualified_name(module) in MIXERS and "Attention" != type(module).__name__:
+            mixers.setdefault(_looks(module), (name, module))
+    for name, module in mixers.values():
+        yield Step(f"{type(module).__name__} ({name})", functools.partial(_run_fla, module, model.config))
+
+
+def _run_fla(module: nn.Module, config: Any, call: Call) -> None:
+    """As a parallelized model runs it. That library's own kernels are not launched, nor compiled."""
+    from flexsp.integrations.fla import functions, parallelize, restore
+
+    module = module.to_empty(device=_GPU).to(call.dtype)
+    hidden = torch.empty(call.B, call.T, config.hidden_size, dtype=call.dtype, device=_GPU, requires_grad=True)
+    parallelize(module, call.sp)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_alone(call.sp, call.T))
+            stack.enter_context(mock.patch.object(functions, "convolve", _convolved_alone))
+            o = module(hidden, cu_seqlens=call.cu_seqlens)[0]
+            o.backward(torch.empty_like(o))
+    finally:
+        restore(module)

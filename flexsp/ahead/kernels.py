@@ -50,7 +50,7 @@ def build_all(requests: Iterable[Request], target: Any, jobs: int, only_look: bo
 
     Args:
         target: of `flexsp.runtime.triton_private.gpu_target`.
-        jobs: processes.
+        jobs: processes; 1 is this one.
         only_look: nothing is compiled.
     """
     global _target
@@ -60,6 +60,9 @@ def build_all(requests: Iterable[Request], target: Any, jobs: int, only_look: bo
         for request, key in _requests:
             known = in_cache(key, request.kernel.__name__)
             yield Built(request.kernel.__name__, known=known, problem="" if known else "is not in the cache")
+        return
+    if jobs == 1:
+        yield from map(_build, range(len(_requests)))
         return
     with ProcessPoolExecutor(max(1, min(jobs, len(_requests))), multiprocessing.get_context("fork")) as pool:
         work = {pool.submit(_build, i): i for i in range(len(_requests))}

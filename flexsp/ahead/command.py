@@ -55,7 +55,8 @@ def _compile(args: argparse.Namespace, device: Device) -> int:
         fail("the layers", "some whose kernels are flexsp's", "none: nothing is to be compiled")
     tool = (newer_assembler() if device.arch == 90 else None) or assembler_for(device.arch)
     target, jobs = gpu_target(device.arch), args.jobs or cores()
-    print(f"planned for {device} in {time.perf_counter() - began:.1f} s; ptxas {tool.version} ({tool.path})", flush=True)
+    seconds = time.perf_counter() - began
+    print(f"planned for {device} in {seconds:.1f} s; ptxas {tool.version} ({tool.path})", flush=True)
     found = [*build_all(requests, target, jobs, args.check)]
     print("\n".join(table(found)))
     missing, known = [x for x in found if x.problem], sum(x.known for x in found)

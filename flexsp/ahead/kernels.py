@@ -96,8 +96,8 @@ def table(found: Iterable[Built]) -> Iterator[str]:
         if x.problem:
             yield f"{x.name:{width}}  {x.problem}"
             continue
-        seconds = "cached" if x.known else f"{x.seconds:.1f}"
-        yield f"{x.name:{width}}  {seconds:>7}  {x.registers or '':>9}  {x.stack or '':>5}  {f'{x.shared / 1024:.1f}' if x.shared else '':>10}"
+        seconds, shared = "cached" if x.known else f"{x.seconds:.1f}", f"{x.shared / 1024:.1f}" if x.shared else ""
+        yield f"{x.name:{width}}  {seconds:>7}  {x.registers or '':>9}  {x.stack or '':>5}  {shared:>10}".rstrip()
 
 
 def cores() -> int:

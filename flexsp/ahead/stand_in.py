@@ -72,7 +72,7 @@ class _StandIn(TorchFunctionMode):
 
 
 def _address(x: torch.Tensor) -> int:
-    return x.data_ptr() if not x.is_meta else x.storage_offset() * x.element_size()
+    return int(x.storage_offset()) * x.element_size() if x.is_meta else x.data_ptr()
 
 
 @contextmanager

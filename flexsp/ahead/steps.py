@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from flexsp.bench.case import Case
+from flexsp.bench.case import Case, Shape
 from flexsp.bench.layers import case_of
 from flexsp.bench.released import RELEASED
 from flexsp.bench.variant import variant_case
@@ -118,10 +118,12 @@ def of_variant(args: argparse.Namespace) -> Step:
     Raises:
         ValueError: there is none.
     """
-    from flexsp.bench.case import Shape
-
     case = variant_case(args, torch.device("cpu"))
-    return Step(case.name, functools.partial(_run_case, case, lambda call: Shape(call.B, call.T, args.H, args.K, args.V)))
+
+    def shape(call: Call) -> Shape:
+        return Shape(call.B, call.T, args.H, args.K, args.V)
+
+    return Step(case.name, functools.partial(_run_case, case, shape))
 
 
 def _run_case(case: Case, shape: Callable[[Call], Any], call: Call) -> None:
@@ -221,7 +223,7 @@ def _of_fla(folder: str | Path) -> Iterator[Step]:
     check(model)
     mixers: dict[Any, Any] = {}
     for name, module in model.named_modules():
-        if qualified_name(module) in MIXERS and "Attention" != type(module).__name__:
+        if qualified_name(module) in MIXERS and type(module).__name__ != "Attention":
             mixers.setdefault(_looks(module), (name, module))
     for name, module in mixers.values():
         yield Step(f"{type(module).__name__} ({name})", functools.partial(_run_fla, module, model.config))

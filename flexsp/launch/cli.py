@@ -198,7 +198,7 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     text = "tokens of one rank, such as 65536 or 64k; long texts are cut otherwise than short ones (default 64k)"
     parser.add_argument("--tokens", type=_listed(str), default=["64k"], metavar="N,N", help=text)
     parser.add_argument("--B", type=int, default=1, help="sequences of a rank (default 1)")
-    text = "how many documents are packed in a sequence, 0 for none (default 0); each number may have kernels of its own"
+    text = "documents that are packed in a sequence, 0 for none (default 0); each number may have kernels of its own"
     _sizes_argument(parser, "--packed", text, [0])
     text = "of parameters and activations (default bfloat16)"
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help=text)
@@ -207,7 +207,8 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="chain", choices=SCHEDULES, help=text)
     text = "of chain (default peer)"
     parser.add_argument("--transport", default="peer", choices=("peer", "put", "process_group"), help=text)
-    parser.add_argument("--heap", type=int, default=256, metavar="MIB", help="FLEXSP_HEAP_MIB of the ranks (default 256)")
+    text = "FLEXSP_HEAP_MIB of the ranks (default 256)"
+    parser.add_argument("--heap", type=int, default=256, metavar="MIB", help=text)
     text = "such as h100, h200 or sm_90, which need not be here (default: the GPU that is here)"
     parser.add_argument("--gpu", help=text)
     text = "CUDA release of torch on the GPU's machine, such as 12.8, which limits the release of ptxas (default: here)"

@@ -19,9 +19,10 @@ from flexsp.exceptions import NotAvailable, fail
 from flexsp.integrations.transformers.check import check_model, class_of, replaced_names, seam_of
 from flexsp.integrations.transformers.seams import SEAMS, Seam
 
-__all__ = ["Layer", "LinearMixer", "ModelSizes", "SoftmaxMixer", "config_of", "known_types", "on_meta", "read_model",
+__all__ = [
+    "Layer", "LinearMixer", "ModelSizes", "SoftmaxMixer", "config_of", "known_types", "on_meta", "read_model",
     "sizes_of",
-]
+]  # fmt: skip
 
 _HALF = 2  # bytes of a bfloat16 number
 

@@ -218,7 +218,8 @@ def collecting() -> Iterator[dict[Any, Request]]:
     """Collects what launches on GPUs would have compiled, from the whole process: inside nothing is compiled, loaded or
     launched. Calls that look like some from before leave nothing, so it is for processes that do nothing else."""
     global _collected
-    _collected = found = {}
+    found: dict[Any, Request] = {}
+    _collected = found
     try:
         yield found
     finally:

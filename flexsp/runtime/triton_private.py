@@ -36,8 +36,8 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.compiler.compiler import get_cache_key, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import get_cache_invalidating_env_vars
@@ -48,9 +48,9 @@ from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "Parameter", "assembler_for", "assembling_by",
-    "assembling_with", "cache_folder", "cache_key", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom",
-    "gpu_target", "in_cache", "keep_launcher", "load", "make_launcher", "parameters", "profiled", "runs_gluon",
-    "shipped_assemblers", "standing_in", "starter", "tool", "tool_at",
+    "assembling_with", "cache_folder", "cache_key", "compile_kernel", "current_stream", "current_target",
+    "editing_llvm", "freedom", "gpu_target", "in_cache", "keep_launcher", "load", "make_launcher", "parameters",
+    "profiled", "runs_gluon", "shipped_assemblers", "standing_in", "starter", "tool", "tool_at",
 ]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
@@ -336,7 +336,8 @@ def _keep_module(source: str, name: str, include_dirs: list[str], libraries: lis
         return True
     with tempfile.TemporaryDirectory() as folder:
         place, text = Path(folder), Path(folder) / f"{name}.c"
-        (place / "driver.c").write_text("".join(f"void {x}(void) {{}}\n" for x in {*re.findall(r"\bcu[A-Z]\w+", source)}))
+        functions = sorted({*re.findall(r"\bcu[A-Z]\w+", source)})
+        (place / "driver.c").write_text("".join(f"void {x}(void) {{}}\n" for x in functions))
         link = ["-Wl,-soname,libcuda.so.1"]
         stub = build._build("driver", str(place / "driver.c"), folder, [], [], [], link)
         Path(stub).rename(place / "libcuda.so.1")

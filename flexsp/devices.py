@@ -176,11 +176,13 @@ def of_properties(found: Any) -> Device:
     like, count = of_arch(arch, found.name), found.multi_processor_count
     clock, width = (getattr(found, key, 0) or 0 for key in ("memory_clock_rate", "memory_bus_width"))
     # clock in kHz, of memory that transfers twice a clock; width in bits
-    bandwidth = _COPIED * 2 * clock * width / 8 * 1e-3 if clock > 0 and width > 0 else like.bandwidth
+    told = _COPIED * 2 * clock * width / 8 * 1e-3 if clock > 0 and width > 0 else None
     for known in KNOWN:
-        alike = (known.arch, known.multiprocessors) == (arch, count) and abs(bandwidth / known.bandwidth - 1) < _ALIKE
-        if re.search(rf"\b{known.name}\b", found.name) and (alike or known is H200):
+        near = told is None or known is H200 or abs(told / known.bandwidth - 1) < _ALIKE
+        alike = near and (known.arch, known.multiprocessors) == (arch, count)
+        if alike and re.search(rf"\b{known.name}\b", found.name):
             return known
+    bandwidth = like.bandwidth if told is None else told
     more = count / like.multiprocessors
     return Device(
         found.name, (found.major, found.minor), count,

@@ -169,7 +169,7 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
 def key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], target: Any) -> str:
     """The key in Triton's cache of what `build` returns. Nothing is compiled."""
     with _compiling(kernel, args, constants, options, target) as asked:
-        return private.cache_key(*asked)
+        return private.key_in_cache(*asked)
 
 
 @contextmanager

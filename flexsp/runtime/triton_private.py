@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import get_cache_key, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.cache import get_cache_manager
+from triton.runtime.cache import FileCacheManager, get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
@@ -48,16 +48,16 @@ from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "Parameter", "assembler_for", "assembling_by",
-    "assembling_with", "cache_folder", "cache_key", "compile_kernel", "current_stream", "current_target",
-    "editing_llvm", "freedom", "gpu_target", "in_cache", "keep_launcher", "load", "make_launcher", "parameters",
-    "profiled", "runs_gluon", "shipped_assemblers", "standing_in", "starter", "tool", "tool_at",
+    "assembling_with", "cache_folder", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom",
+    "gpu_target", "in_cache", "keep_launcher", "key_in_cache", "load", "make_launcher", "parameters", "profiled",
+    "runs_gluon", "shipped_assemblers", "standing_in", "starter", "tool", "tool_at",
 ]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
 
 mend_parser()
-find_in_moved_folders()
+find_in_moved_folders(FileCacheManager)
 
 # Kernels and their compilation ----------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def compile_kernel(
     return triton.compile(source, target, options, _env_vars=environment)
 
 
-def cache_key(
+def key_in_cache(
     kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int], target: Any,
     options: Mapping[str, Any], told: Mapping[str, str],
 ) -> str:  # fmt: skip
@@ -293,7 +293,7 @@ def cache_folder() -> str:
 
 
 def in_cache(key: str, name: str) -> bool:
-    """Whether Triton's cache has the kernel of this name under a key of `cache_key`."""
+    """Whether Triton's cache has the kernel of this name under a key of `key_in_cache`."""
     file = f"{name[:150]}.json"  # where Triton ends the names of files
     return file in (get_cache_manager(key).get_group(file) or {})
 

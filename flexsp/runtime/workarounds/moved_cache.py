@@ -14,11 +14,10 @@ __all__ = ["find_in_moved_folders"]
 
 
 @functools.cache
-def find_in_moved_folders() -> None:
-    """Where a listed file is not found, the one of its name beside the list is taken."""
-    from triton.runtime.cache import FileCacheManager
-
-    listed = FileCacheManager.get_group
+def find_in_moved_folders(manager: Any) -> None:
+    """Where a listed file is not found, `manager`, Triton's class for folders, takes the one of its name beside the
+    list."""
+    listed = manager.get_group
 
     @functools.wraps(listed)
     def found(self: Any, filename: str) -> dict[str, str] | None:
@@ -31,4 +30,4 @@ def find_in_moved_folders() -> None:
         here = {name: self.get_file(name) for name in names}
         return here if all(here.values()) else group
 
-    FileCacheManager.get_group = found
+    manager.get_group = found

@@ -30,6 +30,8 @@ STARTING = [
         "flexsp/ahead/stand_in.py",
         ("lambda x: x.device.type == kind,", "lambda x: False,", "layers are planned as on a CPU",
          _AHEAD + "test_keys_are_those_of_calls"),
+        ("return int(x.storage_offset()) * x.element_size() if x.is_meta", "return 8 if x.is_meta",
+         "kernels are made for tensors that lie at no multiple of 16", _AHEAD + "test_keys_are_those_of_calls"),
     ),
     *_in(
         "flexsp/ahead/command.py",

@@ -19,7 +19,8 @@ import torch
 
 __all__ = [
     "A10", "A100", "B200", "H100", "H200", "KNOWN", "L4", "MOST_HEADS", "REGISTERS", "Device", "check_heads",
-    "check_shared", "filled", "of_arch", "of_device", "of_properties", "planned_for", "shared_of_arch",
+    "check_shared", "filled", "of_arch", "of_device", "of_name", "of_properties", "planned_for", "shared_of_arch",
+    "standing_in",
 ]  # fmt: skip
 
 MOST_HEADS = 65535
@@ -33,6 +34,7 @@ _SHARED = {
 """KiB of shared memory that a block may have, by compute capability."""
 _OLDEST = 80
 _ADVICE = "use smaller K or V, or a smaller chunk_size where one was given"
+_ALIKE = 0.1  # parts by which the bandwidths of GPUs of one name differ
 _COPIED = 0.9  # the share of the memory's peak bandwidth that a copy reaches
 
 
@@ -126,6 +128,20 @@ def planned_for(device: Device) -> Iterator[None]:
         _planned.reset(token)
 
 
+_stand_in: Device | None = None
+
+
+@contextmanager
+def standing_in(device: Device) -> Iterator[None]:
+    """Inside, `device` is every GPU of this process, on all threads."""
+    global _stand_in
+    before, _stand_in = _stand_in, device
+    try:
+        yield
+    finally:
+        _stand_in = before
+
+
 def of_device(device: torch.device | None = None) -> Device:
     """The properties of the GPU `device`, by default of the current one. For a device that is no GPU, those of the GPU
     that plans are made for.
@@ -133,6 +149,8 @@ def of_device(device: torch.device | None = None) -> Device:
     Raises:
         ValueError: the GPU is older than all that kernels are made for.
     """
+    if _stand_in is not None:
+        return _stand_in
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda":
@@ -150,20 +168,40 @@ def of_properties(found: Any) -> Device:
 
     Torch does not give rates of matrix products: they are those of the known GPU of the same capability, scaled by the
     number of multiprocessors. The memory's bandwidth is that GPU's if torch does not give it.
+
+    A known GPU is found by its name, its multiprocessors and about its bandwidth. Plans are then those that are made
+    for it elsewhere, ahead of time.
     """
     arch = 10 * found.major + found.minor
     like, count = of_arch(arch, found.name), found.multi_processor_count
-    if re.search(r"\bH200\b", found.name) and count == H200.multiprocessors:
-        return H200
     clock, width = (getattr(found, key, 0) or 0 for key in ("memory_clock_rate", "memory_bus_width"))
     # clock in kHz, of memory that transfers twice a clock; width in bits
-    bandwidth = _COPIED * 2 * clock * width / 8 * 1e-3 if clock > 0 and width > 0 else like.bandwidth
+    told = _COPIED * 2 * clock * width / 8 * 1e-3 if clock > 0 and width > 0 else None
+    for known in KNOWN:
+        near = told is None or known is H200 or abs(told / known.bandwidth - 1) < _ALIKE
+        alike = near and (known.arch, known.multiprocessors) == (arch, count)
+        if alike and re.search(rf"\b{known.name}\b", found.name):
+            return known
+    bandwidth = like.bandwidth if told is None else told
     more = count / like.multiprocessors
     return Device(
         found.name, (found.major, found.minor), count,
         getattr(found, "shared_memory_per_block_optin", 0) or like.shared,
         bandwidth, like.half * more, like.single * more, _filling(count),
     )  # fmt: skip
+
+
+def of_name(name: str) -> Device:
+    """The known GPU of a name such as "H100", or that of a compute capability such as "sm_90".
+
+    Raises:
+        ValueError: none is known.
+    """
+    known = {x.name.lower(): x for x in KNOWN}
+    arch = re.fullmatch(r"sm_(\d+)a?", name.lower())
+    if arch is None and name.lower() not in known:
+        raise ValueError(f"expected a GPU of {', '.join(x.name for x in KNOWN)}, or sm_90 and the like, got {name!r}")
+    return known[name.lower()] if arch is None else of_arch(int(arch[1]))
 
 
 def of_arch(arch: int, name: str = "") -> Device:

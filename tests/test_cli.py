@@ -35,6 +35,10 @@ FLAGS = {
         "--ops", "--T", "--device", "--no-baseline", "--baseline-ops", "--baseline-T", "--cold", "--cold-baseline",
         "--cold-timeout", "--repeats", "--add", "--time-limit", "--bandwidth",
     ],
+    "compile": [
+        "--layer", "--variant", "--H", "--K", "--V", "--gates", "--tokens", "--B", "--packed", "--dtype", "--ranks",
+        "--schedule", "--transport", "--heap", "--gpu", "--cuda", "--out", "--jobs", "--check",
+    ],
     "bench scale": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
         "--case", "--T-local", "--schedules", "--transport", "--register", "--peers", "--ranks", "--timeout",

@@ -73,6 +73,11 @@ def test_a_gpu_is_read() -> None:
     assert (found.arch, found.multiprocessors, found.shared, found.programs) == (80, 108, 163 * KIB, 96)
     assert found.bandwidth == pytest.approx(0.9 * 1.555e6, rel=0.01) and found.half == A100.half
     assert of_properties(properties("NVIDIA H200", (9, 0), 132, memory_clock_rate=1)) == H200
+    clock = {"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+    assert of_properties(properties("NVIDIA H100 80GB HBM3", (9, 0), 132, **clock)) == H100
+    assert of_properties(properties("NVIDIA H100 80GB HBM3", (9, 0), 132)) == H100
+    assert of_properties(properties("NVIDIA H100 PCIe", (9, 0), 114, **clock)) != H100
+    assert of_properties(properties("NVIDIA H100 NVL", (9, 0), 132, **clock | {"memory_bus_width": 6144})) != H100
     part = of_properties(properties("NVIDIA H200 MIG 3g.71gb", (9, 0), 60))  # no clock: the bandwidth of the whole
     assert (part.programs, part.shared, part.bandwidth) == (48, H200.shared, H200.bandwidth)
     assert part.half == pytest.approx(H200.half * 60 / 132)

@@ -58,5 +58,5 @@ def compile_ahead(code: Generated, meta: InputMeta, target: Any) -> int:
                     executable = executable_of(code, given, None, bounds, None)
                 for launch, frame in executable.launches(list(given.values()), None, True):
                     if (facts := launch.facts(frame)) not in jobs:
-                        jobs[facts] = workers().submit(launch.build, launch.described(frame), target)
+                        jobs[facts] = workers().submit(launch.request(frame, device.dependent).build, target)
     return len({job.result().hash for job in jobs.values()})

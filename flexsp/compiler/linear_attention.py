@@ -72,7 +72,8 @@ class LinearAttention:
         enable_aot: compile the kernels now into Triton's cache (TRITON_CACHE_DIR), where later calls of any process
             find them: for all combinations of the ConstExprs, in the dtypes of ``input_meta``, for the GPU that is
             there or else for compute capability FLEXSP_AOT_ARCH (90). Inputs of other dtypes or with other strides,
-            and calls with ``prev_s``, still compile at their first call.
+            and calls with ``prev_s``, still compile at their first call. `flexsp compile --variant` compiles what calls
+            of one size launch, engines' kernels too, in processes side by side.
         code_dir: folder of the generated kernels' file; FLEXSP_CODE_DIR or a folder in the user's cache if None.
         chunk_size: tokens of a chunk. None lets the plan choose it; results must then not depend on where chunks end.
             With a number they may, and then shards must start on edges of chunks.

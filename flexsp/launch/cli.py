@@ -1,5 +1,5 @@
 """The `flexsp` command: `doctor` reports and tests, `dump` reads what ranks wrote after a fault, `plan` and `simulate`
-predict, and `bench` measures and shows results.
+predict, `compile` makes kernels before they are needed, and `bench` measures and shows results.
 
 This is the top of the import tree: the module of a command is imported only when that command runs.
 """
@@ -227,6 +227,40 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="draw them")
 
 
+def _compile_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a model's folder, with a config.json of transformers or flash-linear-attention; weights are not read"
+    parser.add_argument("model", nargs="?", metavar="MODEL_FOLDER", help=text)
+    text = "in place of a model: a layer of `flexsp bench models`; may be given again"
+    parser.add_argument("--layer", action="append", default=[], metavar="NAME", help=text)
+    text = "a program of one's own: a LinearAttention or make(H, K, V, dtype)"
+    parser.add_argument("--variant", metavar="FILE.py:OBJECT", help=text)
+    for flag, size in (("H", 16), ("K", 128), ("V", 128)):
+        parser.add_argument(f"--{flag}", type=int, default=size, help=f"of --variant (default {size})")
+    parser.add_argument("--gates", default="mild", choices=GATES, help=argparse.SUPPRESS)
+    text = "tokens of one rank, such as 65536 or 64k; long texts are cut otherwise than short ones (default 64k)"
+    parser.add_argument("--tokens", type=_listed(str), default=["64k"], metavar="N,N", help=text)
+    parser.add_argument("--B", type=int, default=1, help="sequences of a rank (default 1)")
+    text = "documents that are packed in a sequence, 0 for none (default 0); each number may have kernels of its own"
+    _sizes_argument(parser, "--packed", text, [0])
+    text = "of parameters and activations (default bfloat16)"
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help=text)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of a sequence (default 1)")
+    text = "of the ranks (default chain)"
+    parser.add_argument("--schedule", default="chain", choices=SCHEDULES, help=text)
+    text = "of chain (default peer)"
+    parser.add_argument("--transport", default="peer", choices=("peer", "put", "process_group"), help=text)
+    text = "FLEXSP_HEAP_MIB of the ranks (default 256)"
+    parser.add_argument("--heap", type=int, default=256, metavar="MIB", help=text)
+    text = "such as h100, h200 or sm_90, which need not be here (default: the GPU that is here)"
+    parser.add_argument("--gpu", help=text)
+    text = "CUDA release of torch on the GPU's machine, such as 12.8, which limits the release of ptxas (default: here)"
+    parser.add_argument("--cuda", metavar="N.N", help=text)
+    text = "folder of the kernels, for TRITON_CACHE_DIR there and elsewhere (default: Triton's cache)"
+    parser.add_argument("--out", metavar="FOLDER", help=text)
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one for each core)")
+    parser.add_argument("--check", action="store_true", help="compile nothing; exit 1 if a kernel is not in the cache")
+
+
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=("tiny", "1b"), default="1b", help="of the Qwen3-Next model (default 1b)")
     _sizes_argument(parser, "--T", "tokens of the sequence (default 32768,131072)", [32768, 131072])
@@ -253,6 +287,8 @@ def parser() -> argparse.ArgumentParser:
     _plan_arguments(commands.add_parser("plan", help=text))
     text = "weak scaling over many ranks on many hosts, predicted from what 1, 2 and 4 GPUs were measured to take"
     _simulate_arguments(commands.add_parser("simulate", help=text))
+    text = "compile the kernels of a model's training step into Triton's cache, on any machine"
+    _compile_arguments(commands.add_parser("compile", help=text))
     bench = commands.add_parser("bench", help="measure").add_subparsers(dest="bench", required=True)
     _op_arguments(bench.add_parser("op", help="operators on one device, beside flash-linear-attention"))
     _scale_arguments(bench.add_parser("scale", help="weak scaling over ranks, under torchrun or with --ranks"))
@@ -313,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.argv = words
     modules = {
         "doctor": "flexsp.launch.doctor", "dump": "flexsp.launch.dump", "plan": "flexsp.planner.report",
-        "simulate": "flexsp.bench.simulate",
+        "simulate": "flexsp.bench.simulate", "compile": "flexsp.ahead.command",
     }  # fmt: skip
     name = modules.get(args.command) or f"flexsp.bench.{args.bench}"
     try:

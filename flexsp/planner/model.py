@@ -19,7 +19,10 @@ from flexsp.exceptions import NotAvailable, fail
 from flexsp.integrations.transformers.check import check_model, class_of, replaced_names, seam_of
 from flexsp.integrations.transformers.seams import SEAMS, Seam
 
-__all__ = ["Layer", "LinearMixer", "ModelSizes", "SoftmaxMixer", "known_types", "read_model", "sizes_of"]
+__all__ = [
+    "Layer", "LinearMixer", "ModelSizes", "SoftmaxMixer", "config_of", "known_types", "on_meta", "read_model",
+    "sizes_of",
+]  # fmt: skip
 
 _HALF = 2  # bytes of a bfloat16 number
 
@@ -120,25 +123,44 @@ def read_model(folder: str | Path) -> ModelSizes:
         ValueError: no such file, or a config that `flexsp.integrations.transformers.parallelize` refuses.
         NotAvailable: transformers is not installed or too old, or a type of models that is not known.
     """
+    return sizes_of(on_meta(folder, "--model"))
+
+
+def config_of(folder: str | Path, argument: str) -> dict[str, Any]:
+    """The config.json in ``folder``, which is what a command was given as `argument`.
+
+    Raises:
+        ValueError: there is none.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        fail("--model", "a folder with a config.json of transformers", repr(str(folder)))
+        fail(argument, "a folder with a config.json of transformers", repr(str(folder)))
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        fail("--model", f"JSON in {path}", str(error))
-    kind = config.get("model_type") if isinstance(config, dict) else None
+        fail(argument, f"JSON in {path}", str(error))
+    return config if isinstance(config, dict) else {}
+
+
+def on_meta(folder: str | Path, argument: str) -> Any:
+    """The model of a `config_of`, without weights.
+
+    Raises:
+        ValueError: there is no config.
+        NotAvailable: transformers is not installed or too old, or a type of models that is not known.
+    """
+    kind = config_of(folder, argument).get("model_type")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise NotAvailable(f"flexsp plan builds the model with transformers: {error}; "
+        raise NotAvailable(f"the model is built with transformers: {error}; "
                            'pip install "flexsp[transformers]"') from error  # fmt: skip
     if kind not in known_types():
-        raise NotAvailable(f"--model: expected a model_type of {', '.join(known_types())}, got {kind!r} in {path}")
+        known, path = ", ".join(known_types()), Path(folder) / "config.json"
+        raise NotAvailable(f"{argument}: expected a model_type of {known}, got {kind!r} in {path}")
     with torch.device("meta"):
         loaded = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(loaded, trust_remote_code=False)
-    return sizes_of(model)
+        return AutoModelForCausalLM.from_config(loaded, trust_remote_code=False)
 
 
 def sizes_of(model: Any) -> ModelSizes:

@@ -38,8 +38,8 @@ from flexsp.runtime.triton_private import current_target, make_launcher
 from flexsp.runtime.workarounds import unwritten_registers, vector_flags
 
 __all__ = [
-    "KernelLaunch", "begin", "build", "current_target", "dependent", "launch", "newer_assembler", "only_old_assemblers",
-    "outcome", "specialisation", "workers",
+    "KernelLaunch", "Request", "begin", "build", "collecting", "current_target", "dependent", "key_of", "launch",
+    "newer_assembler", "only_old_assemblers", "outcome", "specialisation", "workers",
 ]  # fmt: skip
 
 _OLDEST = (12, 9)
@@ -51,6 +51,7 @@ _WORKERS = 16
 _compiled: dict[Any, Future[Any]] = {}
 _launched: dict[Any, Any] = {}  # loaded kernels of `launch`
 _lock = threading.RLock()
+_collected: dict[Any, Request] | None = None
 
 
 @triton.jit
@@ -158,6 +159,24 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
     Raises:
         ValueError: the kernel needs more shared memory than a block of the target has.
     """
+    with _compiling(kernel, args, constants, options, target) as asked:
+        compiled = private.compile_kernel(*asked)
+    sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int and n > 1)
+    check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)
+    return compiled
+
+
+def key_of(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], target: Any) -> str:
+    """The key in Triton's cache of what `build` returns. Nothing is compiled."""
+    with _compiling(kernel, args, constants, options, target) as asked:
+        return private.key_in_cache(*asked)
+
+
+@contextmanager
+def _compiling(
+    kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options: dict[str, Any], target: Any
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments of `private.compile_kernel`, to be called inside."""
     named = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature: dict[str, str] = {}
     fixed: dict[Any, Any] = {}
@@ -176,10 +195,35 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
     checked = private.assembling_by(unwritten_registers.assembled)
     with _assembler(target.arch) as told, edited, checked:
         told = told | {"flexsp_lane_flags": "dropped", "flexsp_registers": unwritten_registers.rules()}
-        compiled = private.compile_kernel(kernel, signature, fixed, divisible, target, options, told)
-    sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int and n > 1)
-    check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)
-    return compiled
+        yield kernel, signature, fixed, divisible, target, options, told
+
+
+class Request(NamedTuple):
+    """A kernel that a launch needs, as arguments of `build`."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    def build(self, target: Any) -> Any:
+        return build(*self, target)
+
+    def key(self, target: Any) -> str:
+        return key_of(*self, target)
+
+
+@contextmanager
+def collecting() -> Iterator[dict[Any, Request]]:
+    """Collects what launches on GPUs would have compiled, from the whole process: inside nothing is compiled, loaded or
+    launched. Calls that look like some from before leave nothing, so it is for processes that do nothing else."""
+    global _collected
+    found: dict[Any, Request] = {}
+    _collected = found
+    try:
+        yield found
+    finally:
+        _collected = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,8 +293,10 @@ def launch(
     pdl, key = dependent(device), (device, specialisation(kernel, args, constants, options))
     compiled = _launched.get(key)
     if compiled is None:
-        what = (kernel, _described(args), constants | {"PDL": pdl}, options | {"launch_pdl": pdl})
-        compiled = outcome(_begin(key, functools.partial(build, *what)))
+        what = Request(kernel, _described(args), constants | {"PDL": pdl}, options | {"launch_pdl": pdl})
+        compiled = outcome(_begin(key, what))
+        if _collected is not None:
+            return
         with _lock:
             if key not in _launched:
                 _load(compiled, device)
@@ -298,23 +344,25 @@ class KernelLaunch:
         """Launches with the addresses `at` of the tensors of `frame`, on the current device."""
         if self.compiled is None:
             self._compile(frame)
+            if self.compiled is None:  # `collecting`
+                return
         if private.profiled():
             self.compiled[self.grid](*self._pick(at), *self._after)
         else:
             self._start(stream, self._pick(at))
 
-    def build(self, args: tuple[Any, ...], target: Any) -> Any:
-        """The kernel compiled for a target, which need not be here, and arguments as `described`."""
-        pdl = target.arch >= 90
-        return build(self.kernel, args, self.constants | {"PDL": pdl}, self.options | {"launch_pdl": pdl}, target)
+    def request(self, frame: Any, pdl: bool) -> Request:
+        """What is compiled for it; `pdl`: it is launched as a programmatic dependent."""
+        args = self.described(frame)
+        return Request(self.kernel, args, self.constants | {"PDL": pdl}, self.options | {"launch_pdl": pdl})
 
     def prepare(self, frame: Any, device: int) -> Future[Any]:
         """Starts to compile the kernel for a GPU, in another thread, unless that was done before."""
         found = self._found
         if found is None or _failed(found):
-            key = (device, self.facts(frame))
+            key, request = (device, self.facts(frame)), self.request(frame, dependent(device))
             with torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext():
-                found = self._found = _begin(key, functools.partial(self.build, self.described(frame)))
+                found = self._found = _begin(key, request)
         return found
 
     def facts(self, frame: Any) -> tuple[Any, ...]:
@@ -325,6 +373,8 @@ class KernelLaunch:
         device = torch.cuda.current_device()
         found, self._found = self.prepare(frame, device), None  # kept, a failure would keep the frames of this call
         compiled = outcome(found)
+        if _collected is not None:
+            return
         with _lock:
             _load(compiled, device)
         constants = self.constants | {"PDL": dependent(device)}
@@ -334,18 +384,23 @@ class KernelLaunch:
         self.compiled = compiled  # last: another thread that sees it finds what it is launched with
 
 
-def _begin(key: Any, work: Callable[[Any], Any]) -> Future[Any]:
-    """The kernel that `work` builds for the current GPU, begun in another thread unless that was done before."""
+def _begin(key: Any, request: Request) -> Future[Any]:
+    """The kernel of a request for the current GPU, begun in another thread unless that was done before."""
     with _lock:
+        if _collected is not None:
+            _collected[key] = request
+            nothing: Future[Any] = Future()
+            nothing.set_result(None)
+            return nothing
         found = _compiled.get(key)
         if found is None or _failed(found):
-            found = _compiled[key] = _submit(_built, work, current_target())
+            found = _compiled[key] = _submit(_built, request, current_target())
         return found
 
 
-def _built(work: Callable[[Any], Any], target: Any) -> Any:
+def _built(request: Request, target: Any) -> Any:
     """The kernel, and in Triton's cache what launches it, which may be compiled too."""
-    compiled = work(target)
+    compiled = request.build(target)
     make_launcher(compiled)
     return compiled
 

@@ -21,34 +21,43 @@ Other releases are launched by Triton's own launcher in Python, which takes more
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
+import sysconfig
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import get_cache_key, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import FileCacheManager, get_cache_manager
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.runtime.jit import get_cache_invalidating_env_vars
 
 from flexsp.runtime import tested_versions
+from flexsp.runtime.workarounds.moved_cache import find_in_moved_folders
 from flexsp.runtime.workarounds.python_parser import mend_parser
 
 __all__ = [
     "FENCES_COPIES", "RELEASE", "OutOfResources", "PTXASError", "Parameter", "assembler_for", "assembling_by",
-    "assembling_with", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom", "gpu_target",
-    "load", "make_launcher", "parameters", "profiled", "runs_gluon", "shipped_assemblers", "starter", "tool", "tool_at",
+    "assembling_with", "cache_folder", "compile_kernel", "current_stream", "current_target", "editing_llvm", "freedom",
+    "gpu_target", "in_cache", "keep_launcher", "key_in_cache", "load", "make_launcher", "parameters", "profiled",
+    "runs_gluon", "shipped_assemblers", "standing_in", "starter", "tool", "tool_at",
 ]  # fmt: skip
 
 RELEASE = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
 FENCES_COPIES = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:3]) >= (3, 7, 1)
 
 mend_parser()
+find_in_moved_folders(FileCacheManager)
 
 # Kernels and their compilation ----------------------------------------------------------------------------------------
 
@@ -89,6 +98,35 @@ def current_target() -> Any:
     return triton.runtime.driver.active.get_current_target()
 
 
+@contextmanager
+def standing_in(target: Any) -> Iterator[None]:
+    """Inside, Triton takes `target` for the current GPU of this process. Nothing can be launched there: launches of
+    kernels of other libraries do nothing."""
+    from triton.runtime.jit import KernelInterface
+
+    driver = triton.runtime.driver
+    before = getattr(driver, "_active", None)
+    driver.set_active(_StandIn(target))
+    try:
+        with mock.patch.object(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None):
+            yield
+    finally:
+        driver.set_active(before)
+
+
+class _StandIn:
+    """What is asked of Triton's driver before a launch."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def compile_kernel(
     kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int], target: Any,
     options: Mapping[str, Any], told: Mapping[str, str],
@@ -101,11 +139,31 @@ def compile_kernel(
         divisible: positions of arguments that are divisible by 16.
         told: what else decides, for the cache's key.
     """
+    source, options, environment = _source(kernel, signature, constants, divisible, options, told)
+    return triton.compile(source, target, options, _env_vars=environment)
+
+
+def key_in_cache(
+    kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int], target: Any,
+    options: Mapping[str, Any], told: Mapping[str, str],
+) -> str:  # fmt: skip
+    """The key of `compile_kernel` in Triton's cache, which is the hash of what it returns. Nothing is compiled."""
+    source, options, environment = _source(kernel, signature, constants, divisible, options, told)
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    key: str = get_cache_key(source, backend, parsed, env_vars=environment)
+    return hashlib.sha256(key.encode("utf-8")).hexdigest()
+
+
+def _source(
+    kernel: Any, signature: dict[str, str], constants: dict[Any, Any], divisible: Iterable[int],
+    options: Mapping[str, Any], told: Mapping[str, str],
+) -> tuple[Any, dict[str, Any], dict[str, str]]:  # fmt: skip
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     made = GluonASTSource if kernel.is_gluon() else ASTSource
     source = made(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
-    return triton.compile(source, target, options, _env_vars=get_cache_invalidating_env_vars() | dict(told))
+    return source, options, get_cache_invalidating_env_vars() | dict(told)
 
 
 # What the compiler of one thread does otherwise ----------------------------------------------------------------------
@@ -227,6 +285,66 @@ def profiled() -> bool:
 def make_launcher(compiled: Any) -> Any:
     """Triton's launcher of a kernel. In 3.6 that is C code, compiled for its signature into Triton's cache."""
     return triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def cache_folder() -> str:
+    """Where Triton keeps compiled kernels."""
+    return str(knobs.cache.dir)
+
+
+def in_cache(key: str, name: str) -> bool:
+    """Whether Triton's cache has the kernel of this name under a key of `key_in_cache`."""
+    file = f"{name[:150]}.json"  # where Triton ends the names of files
+    return file in (get_cache_manager(key).get_group(file) or {})
+
+
+def keep_launcher(compiled: Any) -> bool:
+    """Compiles what `make_launcher` would compile, and what Triton compiles before its first launch, into Triton's
+    cache, without a GPU. Nothing is loaded. Whether all was there already. Of Triton 3.6 alone; others compile one
+    launcher for all kernels, which is left to them.
+
+    It is for processes that launch nothing.
+
+    Raises:
+        RuntimeError: there is no C compiler.
+    """
+    if RELEASE != (3, 6):
+        return True
+    from triton.backends.nvidia import driver
+
+    there = []
+
+    def keep(src: str, name: str, **how: Any) -> Any:
+        there.append(_keep_module(src, name, how["include_dirs"], how["libraries"]))
+        return mock.MagicMock()
+
+    dirs = mock.patch.object(driver, "library_dirs", list)
+    with dirs, mock.patch.object(driver, "compile_module_from_src", keep):
+        driver.CudaUtils.__init__(mock.MagicMock())
+        driver.CudaLauncher(compiled.src, compiled.metadata)
+    return all(there)
+
+
+def _keep_module(source: str, name: str, include_dirs: list[str], libraries: list[str]) -> bool:
+    """As Triton's `compile_module_from_src`, but the module is not loaded. The CUDA driver's library need not be there:
+    what is linked with has its name and the functions that the source names."""
+    from triton.runtime import build
+
+    key = hashlib.sha256((source + build.platform_key()).encode("utf-8")).hexdigest()
+    cache, suffix = get_cache_manager(key), sysconfig.get_config_var("EXT_SUFFIX")
+    if cache.get_file(f"{name}{suffix}") is not None:
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        place, text = Path(folder), Path(folder) / f"{name}.c"
+        functions = sorted({*re.findall(r"\bcu[A-Z]\w+", source)})
+        (place / "driver.c").write_text("".join(f"void {x}(void) {{}}\n" for x in functions))
+        link = ["-Wl,-soname,libcuda.so.1"]
+        stub = build._build("driver", str(place / "driver.c"), folder, [], [], [], link)
+        Path(stub).rename(place / "libcuda.so.1")
+        text.write_text(source)
+        made = build._build(name, str(text), folder, [folder], include_dirs, libraries, [])
+        cache.put(Path(made).read_bytes(), f"{name}{suffix}", binary=True)
+    return False
 
 
 def load(compiled: Any) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from flexsp.devices import REGISTERS
 from flexsp.runtime import triton_private as private
 
-__all__ = ["assembled", "disassembled", "rules", "stack_of", "unread", "unwritten"]
+__all__ = ["assembled", "disassembled", "registers_of", "rules", "stack_of", "unread", "unwritten"]
 
 _LEAST = 64  # registers
 _STACK = 512  # words of the stack have numbers behind those of registers, 0 to 255, and of uniform ones
@@ -353,14 +353,24 @@ def _next(at: int, it: _Instruction, labels: dict[str, int], returns: list[int])
 
 def stack_of(cubin: bytes) -> int:
     """Bytes of stack that a kernel has, which it needs when its values do not fit into registers."""
+    return _largest(cubin, rb"\x11")
+
+
+def registers_of(cubin: bytes) -> int:
+    """Registers that a thread of a kernel has."""
+    return _largest(cubin, rb"\x2f")
+
+
+def _largest(cubin: bytes, attribute: bytes) -> int:
+    """The largest value that an attribute has for the functions of a cubin."""
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
     table = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
     found = [0]
     for name, _, _, _, start, length in table:
         if cubin.startswith(b".nv.info\0", table[names][4] + name):
-            frames = re.findall(rb"\x04\x11\x08\x00....(....)", cubin[start : start + length], re.DOTALL)
-            found += [int.from_bytes(x, "little") for x in frames]
+            values = re.findall(rb"\x04" + attribute + rb"\x08\x00....(....)", cubin[start : start + length], re.DOTALL)
+            found += [int.from_bytes(x, "little") for x in values]
     return max(found)
 
 

@@ -1,0 +1,1 @@
+"""`flexsp compile`: the kernels of training steps, compiled before the first step needs them, on any machine."""

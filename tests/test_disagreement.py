@@ -25,6 +25,7 @@ from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
 from tests.harness.interpreted import INTERPRETED
+from tests.marks import by_turns
 
 CHECK = {"FLEXSP_CHECK": "1"}
 PATIENCE = 100.0  # seconds: only a mismatch that nobody notices lasts so long, or a machine that is very busy
@@ -303,14 +304,12 @@ def test_exchanges_in_inference_mode_leave_later_ones_working() -> None:
     assert [x.flatten().tolist() for x in grads] == [[2, 3, 3], [2, 2, 2]]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_another_stamp_makes_nan_and_is_reported(odd: int, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "odd"), by_turns(SCHEDULES, (0, 1)))
+def test_another_stamp_makes_nan_and_is_reported(schedule: str, odd: int) -> None:
     """One rank with gates among ranks without: same shapes, another transition. Ranks that agree with their neighbour
     hear of it from there."""
     answers = run_ranks(
-        _stamped, 3, random_elements("scalar", 3), False, odd, schedule=schedule,
-        own_processes=True,
+        _stamped, 3, random_elements("scalar", 3), False, odd, schedule=schedule, own_processes=True, sp_timeout_s=8.0,
     )  # fmt: skip
     for rank, (state, error) in enumerate(answers):
         if rank or schedule == "all_gather":

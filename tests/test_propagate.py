@@ -233,7 +233,7 @@ def heedless(sp: Any) -> Any:
 
     if sp.rank == 0:
         return None
-    sp.timeout_s = 1000.0 if sp.rank == 2 else 1.0
+    sp.timeout_s = 20.0 if sp.rank == 2 else 1.0
     if sp.rank == 1:
         propagate.watchdog.raise_pending = lambda sp: None
     try:
@@ -291,7 +291,7 @@ def late_first_rank(sp: Any, reverse: bool) -> float:
 
 
 def patient_last_rank(sp: Any, with_cut: bool) -> tuple[float, Any]:
-    sp.timeout_s = 1000.0 if sp.rank == 2 else 1.0
+    sp.timeout_s = 20.0 if sp.rank == 2 else 1.0
     seconds, error, _ = absent_rank(sp, 0, False, with_cut)
     return seconds, error
 

@@ -124,10 +124,10 @@ def steps_off(sp: Any, keys: Keys, seed: int) -> float:
         return error_of_steps(keys, seed)
 
 
-@pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated", "kda"))
+@pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated"))
 def test_gradients_of_steps(name: str, seed: int) -> None:
     """With one key that nearly all of a state's gradient is orthogonal to: dbeta is as exact as dv."""
-    (found,) = run_ranks(steps_off, 1, Keys(name, 1, 1.0, T=128, V=32, gate=0.0), seed, env=INTERPRETED)
+    (found,) = run_ranks(steps_off, 1, Keys(name, 1, 1.0, T=400, V=32, gate=0.0), seed, env=INTERPRETED)
     assert found <= BOUND
 
 

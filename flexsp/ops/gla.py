@@ -33,8 +33,8 @@ def chunk_gla(
 
     Yang et al. 2023, Gated Linear Attention (arXiv 2312.06635), eq. 3 with a gate for each key channel.
 
-    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
-    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+    In half precision gates of later tokens in the same chunk may change an output by some roundings: kernels choose a
+    method for each chunk by the size of its gates.
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.

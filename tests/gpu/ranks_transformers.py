@@ -13,9 +13,9 @@ import argparse
 import math
 import statistics
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.integrations.transformers import parallelize
+from tests.harness.told import passes_on_all
 from tests.transformers_models import MODELS, Found, make, packed, rows, run_documents, run_shard, run_whole
 
 # Sizes of heads that kernels have tiles for; what a model's other sizes then have to be.
@@ -125,18 +126,8 @@ def main() -> int:
     for name in options.only.split(","):
         for dtype in (getattr(torch, x) for x in options.dtypes.split(",")):
             for lengths in (uneven, None):
-                try:
-                    answer = (True, check(sp, name, dtype, lengths))
-                except Exception:
-                    answer = (False, traceback.format_exc(limit=-3))
-                answers: list[tuple[bool, str]] = [answer] * world
-                dist.all_gather_object(answers, answer)
-                ok &= all(fine for fine, _ in answers)
-                if sp.rank == 0:
-                    wrong = [f"\n  rank {r}: {text}" for r, (fine, text) in enumerate(answers) if not fine]
-                    what = f"{name} {str(dtype)[6:]} {'documents' if lengths is None else lengths}"
-                    said = "".join(wrong) or answer[1]
-                    print(f"{'FAILED' if wrong else 'ok    '} {what}: {said}", flush=True)
+                what = f"{name} {str(dtype)[6:]} {'documents' if lengths is None else lengths}"
+                ok &= passes_on_all(sp, what, partial(check, sp, name, dtype, lengths))
     dist.barrier()
     dist.destroy_process_group()
     return 0 if ok else 1

@@ -268,22 +268,68 @@ def inverse_of_alike(
     return relative_error(square[0], want), relative_error(want.to(half), want), above
 
 
-def roundings_of_equal_entries(sp: Any, step: float, kernel: Any = None) -> tuple[float, list[float]]:
-    """Of KDA's chunk with one key and one step size between 0.5 and 1: the sum of errors of an inverse's entries beside
-    the diagonal, for which exact ones are -`step`, in units of their last place. And `gain` over what it is without
-    `size_of_inverse`, of documents of 8, 20 and 64 tokens."""
-    from flexsp.kernels.delta import channels
+def _inverted_pairs(kernel: Any, step: float, gain: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """By a kernel that reads pairs of tokens, as numbers of bfloat16 and what these lack above the diagonal."""
+    pairs = _pairs(step, table)
+    square = pairs.bfloat16() + (pairs - pairs.bfloat16().float()).bfloat16().T
+    kernel[1, 1](square, gain, table, 64, C=64, GAIN=True, PACKED=True, PDL=False)
+    return square
 
-    kernel = channels.channel_inverse if kernel is None else kernel
-    C, ratios = 64, []
-    for tokens in (8, 20, C):
-        pairs = torch.full((C, C), step).tril(-1)
-        pairs[tokens:] = 0.0
-        high = pairs.bfloat16()
-        square = high + (pairs - high.float()).bfloat16().T
+
+def _inverted_keys(kernel: Any, step: float, gain: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """By one that reads keys, which are all (1, 0, ...)."""
+    from flexsp.kernels.primitives import dots
+
+    C, K, gluon = 64, 64, not hasattr(kernel, "fn")
+    keys, beta = torch.zeros(C, K, dtype=torch.bfloat16), torch.full((C,), step)
+    keys[:, 0] = 1.0
+    square, numbers = torch.full((C, C), torch.nan, dtype=torch.bfloat16), torch.full((4, C), torch.nan)
+    strides, sizes = (0, K, 0), {"K": K, "BK": K, "C": C, "GATED": 0, "BOUNDS": False, "GROUP": 1, "STEPS": 1}
+    sizes |= {"PACKED": True, "PDL": False}
+    if gluon:
+        others = (numbers, numbers, numbers, gain, numbers, numbers, square.clone(), table)
+        ends = (*strides, *strides, 0, 1, 0, 0, 0, 0, C, 1, 1.0)
+        kernel[1, 1](keys, keys, beta, beta, square, *others, *ends, **sizes, NORM=False)
+    else:
+        others, ends = (numbers, numbers, numbers, gain, table), (*strides, 0, 1, 0, 0, 0, 0, C, 1)
+        kernel[1, 1](keys, beta, beta, square, *others, *ends, **sizes, GAIN=True, **dots(torch.bfloat16))
+    return square
+
+
+def _inverted_by_generated(kernel: Any, step: float, gain: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    found = torch.full((64, 64), torch.nan)
+    flags = {"C": 64, "GAIN": True, "MORE": False, "REPEATS": False, "DITHERED": True, "PACKED": True, "PDL": False}
+    kernel[1, 1](_pairs(step, table), found, gain, table, 64, **flags)
+    assert torch.equal(found, found.bfloat16().float())
+    return found
+
+
+def _pairs(step: float, table: torch.Tensor) -> torch.Tensor:
+    pairs = torch.full((64, 64), step).tril(-1)
+    pairs[int(table[0, 1]) :] = 0.0
+    return pairs
+
+
+def roundings_of_equal_entries(sp: Any, step: float, name: str, kernel: Any = None) -> tuple[float, list[float]]:
+    """Of a chunk with one key and one step size between 0.5 and 1: the sum of errors of an inverse's entries beside the
+    diagonal, for which exact ones are -`step`, in units of their last place. And `gain` over what it is without
+    `size_of_inverse`, of documents of 8, 20 and 64 tokens.
+
+    name: of the kernel, in Triton where none is given.
+    """
+    from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
+    from flexsp.kernels.delta import channels, wy_transform
+
+    inverted, triton_kernel = {
+        "inverse": (_inverted_pairs, None), "channel_inverse": (_inverted_pairs, channels.channel_inverse),
+        "wy_inverse": (_inverted_keys, wy_transform.wy_inverse),
+        "inverse_kernel": (_inverted_by_generated, inverse_kernel),
+    }[name]  # fmt: skip
+    ratios = []
+    for tokens in (8, 20, 64):
         gain, table = torch.full((1,), torch.nan), torch.tensor([[0, tokens, 0, 1, 1]], dtype=torch.int32)
-        kernel[1, 1](square, gain, table, C, C=C, GAIN=True, PACKED=True, PDL=False)
-        found = torch.linalg.inv(pairs.double() + torch.eye(C, dtype=torch.float64)).tril(-1)
+        square = inverted(triton_kernel if kernel is None else kernel, step, gain, table)
+        found = torch.linalg.inv(_pairs(step, table).double() + torch.eye(64, dtype=torch.float64)).tril(-1)
         ratios.append(gain.item() / found.square().sum().item())
     errors = square.diagonal(-1).double() + step
     return 256 * errors.sum().item(), ratios

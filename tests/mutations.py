@@ -444,7 +444,7 @@ _FACES = [
          "tests/test_running_sums.py"),
     ),
     *_in(
-        "flexsp/ops/_rotary.py",
+        "flexsp/kernels/rotary.py",
         ("a * cos - b * sin", "a * cos + b * sin", "rotations", "tests/test_grammar.py::test_against_token_loop"),
     ),
     *_in(

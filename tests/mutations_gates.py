@@ -460,7 +460,7 @@ GATES = [
         ("sp=sp, op=op, rows=R", "sp=sp, op=op, rows=1", "rows are taken for tokens", _MAMBA3_RANKS),
     ),
     *_in(
-        "flexsp/ops/_rotary.py",
+        "flexsp/kernels/rotary.py",
         ("x[..., :S], x[..., K // 2 : K // 2 + S]", "x[..., :S], x[..., S : 2 * S]", "halves pair other channels",
          _MAMBA3),
     ),

@@ -18,7 +18,7 @@ from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
 from flexsp.ops._recipe import by_recipe
-from flexsp.ops._rotary import rotate
+from flexsp.kernels.rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.runtime.recipe import step
 from flexsp.scan.exchange import add_backward_dependency
@@ -296,12 +296,12 @@ def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     tokens = _tokens(sizes, given)
     eta, eta_first = following(tokens.eta, *at)
     turns = running_sum(tokens.turns, *at, None if initial is None else initial.angle / _TURN, wrapped=True)
-    angle = _TURN * turns.unsqueeze(2)
+    angle = _TURN * turns.detach().unsqueeze(2)  # the engine has its gradient
     written = rotate(tokens.B, angle, options.pairwise) * (tokens.gamma + eta)[:, :, None, :, None]
     q, k, v = (rows.to(x.dtype) for rows in (rotate(tokens.C, angle, options.pairwise), written, tokens.x))
     y, ssm = on_engine(
         q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=options.want_final,
-        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3",
+        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3", turned=turns, pairwise=options.pairwise,
     )  # fmt: skip
     y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta)  # rotations cancel
     if given.D is not None:
@@ -371,9 +371,9 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
         given.B, given.C, given.B_bias, given.C_bias, turns, more, until, gamma, eta, given.D, options.pairwise
     )
     y, ssm = diagonal(
-        rows.q, rows.k, x, gate, w=rows.w, scale=1.0,
+        rows.q, rows.k, x, gate, w=rows.w, turned=kernels.onward(turns, more, until), scale=1.0,
         initial_state=_start(initial, eta_first, None), output_final_state=options.want_final, cu_seqlens=cu_seqlens,
-        sp=options.sp, op="mamba3",
+        sp=options.sp, op="mamba3", pairwise=options.pairwise,
     )  # fmt: skip
     if not options.want_final:
         return y, None, ()

@@ -24,8 +24,9 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
 
 class Diagonal(Engine):
     """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
-    [B, T, H], log weights of keys, and of "w" [B, T, H], by which outputs have v besides. The form is
-    "names|rows|description": those that are there, the rows of a token, and what ranks compare of the call."""
+    [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned_pairs" or
+    "turned_halves" [B, T, H, S], by which the caller has turned q and k. The form is "names|rows|description": those
+    that are there, the rows of a token, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
@@ -35,6 +36,7 @@ class Diagonal(Engine):
         names, rows, self.description = form.split("|", 2)
         self.rows, self.names = int(rows), ("q", "k", "v", *_split(names))
         self.gate = next((name for name in self.names if name in ("g", "g_gamma")), None)
+        self.turned = next((name for name in self.names if name in _TURNED.values()), None)
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
@@ -44,9 +46,10 @@ class Diagonal(Engine):
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
+        angles = 0 if self.turned is None else asked.tensors[self.names.index(self.turned)].shape[-1]
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2], neighbours(asked.group), "w" in self.names, "i" in self.names,
+            q.shape[2], neighbours(asked.group), "w" in self.names, "i" in self.names, self.turned, angles,
         )  # fmt: skip
 
 
@@ -54,7 +57,8 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-register(Diagonal, [3, 4, 5, 6])
+_TURNED = {True: "turned_pairs", False: "turned_halves"}  # whether pairs are channels side by side
+register(Diagonal, [3, 4, 5, 6, 7])
 
 
 class Ssd(Engine):
@@ -100,9 +104,10 @@ class _InPytorch:
         given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
         q, k, v, g, g_gamma, w, i = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w", "i"))
         assert q is not None and k is not None and v is not None
+        turned = next(((given[name], pairwise) for pairwise, name in _TURNED.items() if name in given), (None, True))
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows), w, i,
+            asked.want_final, int(rows), w, i, *turned,
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -123,6 +128,7 @@ def diagonal(
     g_gamma: torch.Tensor | None = None,
     w: torch.Tensor | None = None,
     i: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
@@ -131,6 +137,7 @@ def diagonal(
     sp: SequenceParallel | None = None,
     op: str = "linear attention",
     rows: int = 1,
+    pairwise: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already
     validated.
@@ -141,6 +148,11 @@ def diagonal(
 
     w [B, T, H] is in float32, or in float64 beside float64. It needs a row of keys for every head, and values of more
     than one channel: ValueError where these are not there.
+
+    turned: by how many turns (of 2 pi) the caller has rotated the first S pairs of channels of q and k, [B, T, G, S] in
+    float32, or in float64 beside float64, with a row for each head of q: given for its gradient alone, which is exact
+    over long texts where that of a rotation of rounded rows is not (`flexsp.kernels.diagonal.turned_grads`). The
+    caller's own rotation must not differentiate it. pairwise: pairs are as in `flexsp.kernels.rotary.rotate`.
 
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
@@ -154,18 +166,21 @@ def diagonal(
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
     call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
+    call += "" if turned is None else ", turned"
     call += "" if cu_seqlens is None else ", packed"
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
-    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values()]
-    form = f"{','.join([*gates[:1], *others])}|{rows}|{call}"
+    angles = {} if turned is None else {_TURNED[pairwise]: turned}
+    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *angles.values()]
+    form = f"{','.join([*gates[:1], *others, *angles])}|{rows}|{call}"
     if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
-        repeated = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
+        by_head = tensors[3 : len(tensors) - len(angles)]
+        repeated = [blocks.repeated(x, x.dim() - 1) for x in by_head]
         o, final = Diagonal.run(
-            form, [q, k, blocks.values(v), *repeated], blocks.states(initial_state), cu_seqlens,
+            form, [q, k, blocks.values(v), *repeated, *angles.values()], blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)

@@ -13,7 +13,7 @@ from flexsp.nn.attention.function import scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight, attend
 from flexsp.nn.norm import RMSNorm, check_eps, check_input
 from flexsp.nn.recurrent import _check_token, _project, _refuse_cache_under_sp, _wide
-from flexsp.ops._rotary import rotate
+from flexsp.kernels.rotary import rotate
 from flexsp.ops._validate import check_cu_seqlens
 from flexsp.scan.tokens import positions
 

@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from flexsp.grammar.decay import Decay
 from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
 from flexsp.grammar.feature_map import FeatureMap
+from flexsp.kernels.rotary import rotate
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_gated_delta_product
-from flexsp.kernels.rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail

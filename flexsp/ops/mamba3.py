@@ -14,11 +14,11 @@ from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import plain
+from flexsp.kernels.rotary import rotate
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
 from flexsp.ops._recipe import by_recipe
-from flexsp.kernels.rotary import rotate
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
 from flexsp.runtime.recipe import step
 from flexsp.scan.exchange import add_backward_dependency

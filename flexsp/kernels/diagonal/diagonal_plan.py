@@ -62,8 +62,9 @@ class DiagonalPlan(BasePlan):
 
     def settled(self) -> dict[str, Any]:
         skip, write = "w" if self.token_skips else None, "i" if self.write_gates else None
+        optional = frozenset(named(self.gate, write, skip, self.turned))
         return {
-            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate, write, skip, self.turned)), "skip": skip,
+            "name": NAME, "sparse": self.n_docs > 0, "optional": optional, "skip": skip,
             "writing": None if write is None else "@writing", "by_head": frozenset({"g", "i", "w"}),
             "by_token": frozenset({"g_gamma"}), "aligned_gradient": self.tiling.tiles.hopper,
         }  # fmt: skip
@@ -188,12 +189,14 @@ class DiagonalPlan(BasePlan):
         return self._dq(last, wanted) if self.dq_first else []
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        turned = [] if self.turned is None or self.turned not in wanted else self.turned_rows(self.turned).gradients(last)
         if self.shared is not None:
-            rows = self.shared.gradients(last, to, wanted)
+            found = self.shared.gradients(last, to, wanted)
         else:
-            rows = self._of_walks(last, to, wanted)
-        return [*rows, *self.gate_gradients(last, wanted), *turned]
+            found = self._of_walks(last, to, wanted)
+        found += self.gate_gradients(last, wanted)
+        if self.turned is not None and self.turned in wanted:
+            found += self.turned_rows(self.turned).gradients(last)
+        return found
 
     def _of_walks(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """Gradients of q, k, v, and what walks leave to the others."""

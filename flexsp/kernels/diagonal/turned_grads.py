@@ -20,7 +20,7 @@ import triton.language as tl
 
 from flexsp.kernels.diagonal.summarize import behind_chunk
 from flexsp.kernels.pairs import load_pairs, partner_of
-from flexsp.kernels.primitives import chunk_info, group_of, load_rows, load_state, rows_of
+from flexsp.kernels.primitives import chunk_info, group_of, load_rows, load_state
 from flexsp.runtime.launch import begin
 
 _PI2 = tl.constexpr(6.283185307179586)

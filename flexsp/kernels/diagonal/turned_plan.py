@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexsp.kernels.diagonal.base_plan import BasePlan
-from flexsp.kernels.diagonal.tiles import FEW
+from flexsp.kernels.diagonal.tiles import FEW, Tile
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
@@ -15,6 +15,8 @@ __all__ = ["TurnedRows"]
 
 _F32 = torch.float32
 _PAIRS = 32  # of a program
+_COLUMNS = 128  # of a tile at most
+_PROGRAMS = 128  # of a walk at least, if there are so many segments
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,15 @@ class TurnedRows:
     S: int
 
     @property
+    def _tile(self) -> Tile:
+        """Of walks over states, which hold three of them: no wider than registers allow."""
+        found = self.plan.tiling.tiles.summarize
+        return found if found.bv <= _COLUMNS else replace(found, bv=_COLUMNS)
+
+    @property
     def _tiles(self) -> int:
         """Of columns."""
-        return -(-self.plan.tiling.V // self.plan.tiling.tiles.summarize.bv)
+        return -(-self.plan.tiling.V // self._tile.bv)
 
     @property
     def _held(self) -> torch.dtype:
@@ -43,7 +51,8 @@ class TurnedRows:
         """Of a piece."""
         p = self.plan.tiling
         a_segment = p.B * p.per_seg * p.H * p.K * p.V * self._held.itemsize
-        return max(1, min(p.n_seg, FEW // a_segment))
+        least = -(-_PROGRAMS // (p.B * p.H * -(-p.K // self._tile.bk) * self._tiles))
+        return min(p.n_seg, max(least, FEW // a_segment))
 
     @property
     def _kept(self) -> int:
@@ -70,7 +79,7 @@ class TurnedRows:
 
     def _edges(self, first: int, last: str | None) -> list[LaunchSpec]:
         """Of the piece that begins at segment `first`."""
-        plan, p, tile = self.plan, self.plan.tiling, self.plan.tiling.tiles.summarize
+        plan, p, tile = self.plan, self.plan.tiling, self._tile
         initial = plan.in_walk("@initial" if plan.initial else None)
         final, ends = (None, None) if last is None else ("@ended", "@turn_ends")
         states = plan.chunk_states(

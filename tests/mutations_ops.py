@@ -244,8 +244,13 @@ OPS = [
         "flexsp/grammar/objectives.py",
         ("call.column[:, :, None, :, None]).to(v.dtype)", "call.column[:, :, None, :, None]).to(v.dtype) * 0 + call.v",
          "step sizes do not weigh the values of several steps", "tests/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
-        ("rotate(call.values, -psi).to(call.v.dtype)", "rotate(call.values, -psi)", "values in float32 beside half precision",
+    ),
+    *_in(
+        "flexsp/grammar/model.py",
+        ('of_tokens = self.transition.kind == "spectral" or', "of_tokens =", "angles of spectral transitions answer to rounded rows",
          "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
+        ('"spectral" or "theta" in self.features.inputs', '"spectral"', "angles of rope answer to rounded rows",
+         "tests/test_gate_gradients.py::test_angles[rope]"),
     ),
     *_in(
         "flexsp/nn/verify.py",

@@ -81,9 +81,9 @@ def launches_of(
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
-    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values, and queries and
-    keys are turned.
-    `writes`: of tokens' keys. `halves`: two heads share keys, as halves of large values do.
+    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values, and
+    queries and keys are turned. `writes`: of tokens' keys. `halves`: two heads share keys, as halves of large values
+    do.
     """
     import torch
 

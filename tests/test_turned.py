@@ -100,12 +100,13 @@ def errors(sp: Any, kind: str, seed: int) -> tuple[float, float]:
     weights = weights_of(case, inputs, seed)
     want = gradients(case, inputs, weights, torch.float64, by_engine=False)
     by_pytorch = gradients(case, inputs, weights, torch.float64, by_engine=True)
-    before, turned_plan.FEW = turned_plan.FEW, 1
+    before = turned_plan.FEW, turned_plan._PROGRAMS
+    turned_plan.FEW = turned_plan._PROGRAMS = 1
     try:
         with poisoned(2, 2):
             by_kernels = gradients(case, inputs, weights, case.dtype, by_engine=True)
     finally:
-        turned_plan.FEW = before
+        turned_plan.FEW, turned_plan._PROGRAMS = before
     return relative_error(by_pytorch, want), relative_error(by_kernels, want)
 
 

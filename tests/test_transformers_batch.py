@@ -15,6 +15,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import FlexspError, NotAvailable, PeerMismatch, PeerTimeout, UncoveredWarning
 from flexsp.integrations.transformers import parallelize, restore, shard
 from flexsp.integrations.transformers.functions import attention
+from flexsp.integrations.transformers.running import on_shard
 from flexsp.testing import run_ranks
 from tests.attention_oracle import attention_token_loop
 from tests.transformers_models import VOCABULARY, assert_exact, make, packed, precision, rows, run_whole
@@ -358,7 +359,8 @@ def test_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 def _windowed(sp: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     made = shard({"input_ids": torch.ones(1, inputs["q"].shape[1]).long()}, sp)
     q, k, v = (sp.shard(x).transpose(1, 2) for x in inputs.values())
-    return attention(nn.Module(), q, k, v, None, 0.3, sliding_window=4, flexsp_shard=made["flexsp_shard"])[0]
+    with on_shard(made["flexsp_shard"]):
+        return attention(nn.Module(), q, k, v, None, 0.3, sliding_window=4)[0]
 
 
 def test_sliding_windows() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flexsp.exceptions import NotAvailable, fail
-from flexsp.integrations.transformers.check import check_model, class_of, replaced_names, seam_of
+from flexsp.integrations.transformers.check import check_model, class_of, replaced_by, seam_of
 from flexsp.integrations.transformers.seams import SEAMS, Seam
 
 __all__ = [
@@ -215,7 +215,7 @@ def _layer(layer: nn.Module, seam: Seam, config: Any, seen: set[int], hybrids: l
     modules = dict(_met(layer, len(hybrids)))
     if any("_adapter_list." in name for name, _ in layer.named_modules()):
         hybrids.append(len(hybrids))
-    mixers = [x for x in modules.values() if replaced_names(x, seam) is not None]
+    mixers = [x for x in modules.values() if replaced_by(x, seam) is not None]
     linear = tuple(_linear_mixer(x, seam) for x in mixers if not _is_softmax(x, seam))
     softmax = tuple(_softmax_mixer(x, config) for x in mixers if _is_softmax(x, seam))
     dense = experts = 0

@@ -69,6 +69,12 @@ class Shard:
         finally:
             self.sp.set_lengths(before)
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[dict[str, Any]]:
+        """The same, as the arguments of an op: the ranks and the documents."""
+        with self.known_lengths() as sp:
+            yield {"sp": sp, "cu_seqlens": self.cu_seqlens, "cu_seqlens_cpu": self.cu_seqlens_cpu}
+
 
 class Running(Shard):
     """The Shard that a parallelized model's forward gives its layers. They refuse a plain one, since only that forward

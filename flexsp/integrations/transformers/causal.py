@@ -16,10 +16,14 @@ from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.transformers.batch import KEY, Running, Shard
 from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.loss import language_loss, router_loss
+from flexsp.integrations.transformers.running import entered_shard
 
 __all__ = ["LATER", "CausalModel", "Head", "forward_on_shard", "head_forward", "refuse_training", "take_shard"]
 
 LATER = "after parallelize: restore the model and parallelize it again"
+
+# Kinds of layers that models look a mask up for. A shard needs none: it knows its documents and its padding.
+_LAYER_TYPES = ("full_attention", "linear_attention", "sliding_attention", "conv")
 
 Head = Callable[[Tensor], Tensor]
 """The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
@@ -57,8 +61,8 @@ _inside = _Inside()
 
 
 def take_shard(module: nn.Module, sp: SequenceParallel, kwargs: dict[str, Any]) -> Shard | None:
-    """The shard in a mixer's arguments; None if it runs on this rank alone."""
-    shard: Shard | None = kwargs.get(KEY)
+    """The shard in a layer's arguments, or that of the layer around it; None if it runs on this rank alone."""
+    shard: Shard | None = kwargs.get(KEY) or entered_shard()
     if shard is None:
         if _inside.shard:
             raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
@@ -142,7 +146,7 @@ def _run(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) ->
 def _run_layers(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) -> Any:
     """What the model without its head returns."""
     if causal.has_masks:
-        call["attention_mask"] = {"full_attention": None, "linear_attention": None}
+        call["attention_mask"] = dict.fromkeys(_LAYER_TYPES)
     else:
         del call["position_ids"]
     _inside.shard = True

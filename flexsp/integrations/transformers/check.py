@@ -13,12 +13,12 @@ from torch import nn
 from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
 from flexsp.integrations.transformers.causal import CausalModel
 from flexsp.integrations.transformers.forwards import is_replaced
-from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
+from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Replaced, Seam
 from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 __all__ = [
     "came_later", "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems",
-    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_names", "seam_of", "without_adapters",
+    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_by", "seam_of", "without_adapters",
 ]  # fmt: skip
 
 _OLDEST, _NEWEST = (5, 23), (5, 24)  # releases of transformers that the tests have run with
@@ -110,10 +110,14 @@ def seam_of(model: nn.Module) -> Seam:
     return SEAMS[class_of(model).__name__]
 
 
-def replaced_names(module: nn.Module, seam: Seam) -> dict[str, Any] | None:
-    """The global names that this module's forward gets replacements for; None if its forward stays as it is."""
-    names = seam.replaced.get(_kind(module, seam))
-    return None if names is None else dict(names)
+def replaced_by(module: nn.Module, seam: Seam) -> Replaced | None:
+    """What is replaced in this module, of ``seam.replaced``; None if its forward stays as it is."""
+    return seam.replaced.get(_kind(module, seam))
+
+
+def _names(module: nn.Module, seam: Seam) -> Iterable[str]:
+    found = replaced_by(module, seam)
+    return () if found is None or callable(found) else found
 
 
 def _kind(module: nn.Module, seam: Seam) -> str:
@@ -152,15 +156,16 @@ def _is_activated(module: nn.Module) -> bool:
 
 def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
     """(path, problem) of all that cannot be cut over ranks."""
-    mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
+    mixers = {name for name, module in model.named_modules() if replaced_by(module, seam) is not None}
     for name, module in model.named_modules():
         if "forward" in vars(module) and (name in mixers or not name):
             yield name, "its forward was replaced already (by parallelize, by a kernel of the hub or by a hook)"
         if name in mixers:
-            yield from ((name, problem) for problem in mixer_problems(module, replaced_names(module, seam) or ()))
-        rope = getattr(module, "rope_type", None)
-        if rope in _BY_LENGTH:
-            yield name, f"a rotary embedding of type {rope!r} depends on the length of the sequence"
+            yield from ((name, problem) for problem in mixer_problems(module, _names(module, seam)))
+        rope = getattr(module, "rope_type", None)  # for Lfm3, of each kind of layers
+        for kind in rope.values() if isinstance(rope, dict) else (rope,):
+            if kind in _BY_LENGTH:
+                yield name, f"a rotary embedding of type {kind!r} depends on the length of the sequence"
     yield from _unknown(model, seam)
     if not getattr(model.config, "is_causal", True):
         yield "", "config.is_causal is False"
@@ -169,7 +174,7 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
 
 def _unknown(model: nn.Module, seam: Seam) -> Iterator[tuple[str, str]]:
     """(path, problem) of modules that are not known to treat tokens one by one."""
-    mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
+    mixers = {name for name, module in model.named_modules() if replaced_by(module, seam) is not None}
     for name, module in model.named_modules():
         inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers
         if name not in mixers and not inside and not _is_local(module, seam):
@@ -180,7 +185,7 @@ def came_later(seam: Seam, mixers: int, model: nn.Module) -> Iterator[str]:
     """What was added to a model after `parallelize` replaced the forwards of ``mixers`` layers. It would run on this
     rank's tokens alone."""
     yield from (f"{name} ({problem}) came" for name, problem in _unknown(model, seam))
-    yield from mixers_later(model, mixers, lambda module: replaced_names(module, seam) is not None)
+    yield from mixers_later(model, mixers, lambda module: replaced_by(module, seam) is not None)
 
 
 def mixers_later(model: nn.Module, mixers: int, is_mixer: Callable[[nn.Module], bool]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,15 +11,18 @@ from torch import nn
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import fail
+from flexsp.integrations.transformers.batch import KEY
 from flexsp.integrations.transformers.causal import forward_on_shard, head_forward, take_shard
 from flexsp.integrations.transformers.check import (
     came_later,
     causal_model,
     check_model,
-    replaced_names,
+    replaced_by,
     seam_of,
 )  # fmt: skip
-from flexsp.integrations.transformers.forwards import replace_forward, with_globals
+from flexsp.integrations.transformers.forwards import inside_decorators, replace_forward, with_globals
+from flexsp.integrations.transformers.running import on_shard
+from flexsp.integrations.transformers.seams import Seam
 
 __all__ = ["parallelize"]
 
@@ -57,20 +61,46 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     inner = causal_model(model)
     check_model(inner)
     seam = seam_of(inner)
-    replaced = {module: replaced_names(module, seam) for module in inner.modules()}
-    mixers = {module: names for module, names in replaced.items() if names is not None}
-    for module, names in mixers.items():
-        replace_forward(module, functools.partial(_mixer_forward, with_globals(type(module).forward, names), sp))
+    mixers = [module for module in inner.modules() if replaced_by(module, seam) is not None]
+    for module in mixers:
+        replace_forward(module, functools.partial(_layer_forward, _over_ranks(module, seam), sp))
     later = functools.partial(came_later, seam, len(mixers))
     replace_forward(inner.get_output_embeddings(), head_forward)
     replace_forward(inner, functools.partial(forward_on_shard, seam, sp, later))
     return model
 
 
-def _mixer_forward(
+def _over_ranks(module: nn.Module, seam: Seam) -> Callable[..., Any]:
+    """What a layer runs on a shard: a forward in place of its own, or its own with other functions in it. Its innermost
+    function says on which shard it runs, since gradient checkpointing is one of its decorators and calls that again."""
+    found = replaced_by(module, seam)
+    if callable(found):
+        return _entering(found, keeps=True)
+    changed = with_globals(type(module).forward, found or {})
+    return inside_decorators(changed, functools.partial(_entering, keeps=_takes_more(module)))
+
+
+def _takes_more(module: nn.Module) -> bool:
+    """Whether a layer's forward takes keyword arguments that it does not name."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _entering(run: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        shard = kwargs[KEY] if keeps else kwargs.pop(KEY)
+        with on_shard(shard):
+            return run(module, *args, **kwargs)
+
+    return forward
+
+
+def _layer_forward(
     over_ranks: Callable[..., Any], sp: SequenceParallel, original: Callable[..., Any], module: nn.Module, *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """The mixer's own forward, with the functions it calls replaced where it is handed a shard."""
-    on_ranks = take_shard(module, sp, kwargs) is not None
-    return over_ranks(module, *args, **kwargs) if on_ranks else original(module, *args, **kwargs)
+    """A layer's forward: its own, or where it is handed a shard the one over ranks."""
+    shard = take_shard(module, sp, kwargs)
+    if shard is None:
+        return original(module, *args, **kwargs)
+    return over_ranks(module, *args, **{**kwargs, KEY: shard})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,29 @@ from flexsp.integrations.transformers.functions import (
     kimi_delta_rule,
     mamba2_scan,
     not_fused,
+    selective_scan,
+)  # fmt: skip
+from flexsp.integrations.transformers.own_forwards import (
+    forward_with,
+    gated_sum,
+    lightning_forward,
+    own_convolution,
+    stack_forward,
 )  # fmt: skip
 
-__all__ = ["LOCAL", "SEAMS", "Seam"]
+__all__ = ["LOCAL", "SEAMS", "Replaced", "Seam"]
+
+Replaced = Mapping[str, Any] | Callable[..., Any]
 
 _GATED_DELTA = {"causal_conv1d_fn": causal_conv1d, "torch_chunk_gated_delta_rule": gated_delta_rule}
 _KIMI_DELTA = {"causal_conv1d_fn": causal_conv1d, "chunk_kimi_delta_attention": kimi_delta_rule}
 _MAMBA2 = {
     "causal_conv1d_fn": causal_conv1d, "mamba2_split_conv1d_scan_combined": not_fused, "mamba2_chunk_scan": mamba2_scan,
 }  # fmt: skip
+_MAMBA1 = {"causal_conv1d_fn": causal_conv1d, "mamba_selective_scan": selective_scan}
+_FUSED_MAMBA1 = {**_MAMBA1, "mamba_inner_fn": not_fused}
+_STACK = {"Model": stack_forward, "Block": {}}
+_CONVOLUTION = {"causal_conv1d_fn": causal_conv1d}
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS": Attentions()}
 
 
@@ -44,6 +58,11 @@ def _multiplied(model: Any, head: Head, hidden: Tensor) -> Tensor:
     return head(hidden) * model.model.lm_head_multiplier
 
 
+def _capped(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    cap: float = model.config.logits_soft_cap
+    return (head(hidden) / cap).tanh() * cap
+
+
 def _divided(model: Any, head: Head, hidden: Tensor) -> Tensor:
     return head(hidden) / model.config.logits_scaling
 
@@ -56,16 +75,20 @@ class Seam(CausalModel):
         folder: the model's folder in ``transformers.models``.
         prefix: what the names of its classes begin with.
         replaced: for each class whose forward makes tokens depend on others (its name without the prefix), the global
-            names that its forward calls, and their replacements.
+            names that its forward calls, and their replacements; or, where it calls none, a forward in place of its
+            own. So too for classes that hand no keyword arguments on to such a one: then there are no names.
     """
 
     folder: str
     prefix: str
-    replaced: Mapping[str, Mapping[str, Any]]
+    replaced: Mapping[str, Replaced]
 
 
-def _seam(folder: str, prefix: str, mixer: str, functions: Mapping[str, Any], **options: Any) -> Seam:
-    replaced = {mixer: functions, "Attention": _ATTENTION}
+def _seam(
+    folder: str, prefix: str, mixer: str, functions: Replaced, others: Mapping[str, Replaced] | None = None,
+    **options: Any,
+) -> Seam:  # fmt: skip
+    replaced = {mixer: functions, "Attention": _ATTENTION, **(others or {})}
     return Seam(folder, prefix, replaced, check_loss=_check_loss_function, **options)
 
 
@@ -81,6 +104,18 @@ _ALL = [
     _seam("falcon_h1", "FalconH1", "Mixer", _MAMBA2, logits=_multiplied),
     _seam("zamba2", "Zamba2", "MambaMixer", _MAMBA2),
     _seam("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", _MAMBA2, logits=_divided, router_loss=True),
+    _seam("bailing_hybrid", "BailingHybrid", "DeltaAttention", _KIMI_DELTA),
+    _seam("lara_mini", "LaraMini", "GatedDeltaNet", _GATED_DELTA, router_loss=True),
+    _seam("mamba", "Mamba", "Mixer", _FUSED_MAMBA1, _STACK, logits=_in_dtype_of_head, has_masks=False),
+    _seam("falcon_mamba", "FalconMamba", "Mixer", _FUSED_MAMBA1, _STACK, logits=_in_dtype_of_head, has_masks=False),
+    _seam("jamba", "Jamba", "MambaMixer", _MAMBA1, {"MambaDecoderLayer": {}}, router_loss=True),
+    _seam("zamba", "Zamba", "MambaMixer", _MAMBA1),
+    _seam("minimax", "MiniMax", "LightningAttention", lightning_forward, router_loss=True),
+    _seam("recurrent_gemma", "RecurrentGemma", "RecurrentBlock", forward_with(conv_1d=own_convolution),
+          {"Rglru": forward_with(_rnn_scan=gated_sum)}, logits=_capped),
+    _seam("lfm2", "Lfm2", "ShortConv", _CONVOLUTION),
+    _seam("lfm2_moe", "Lfm2Moe", "ShortConv", _CONVOLUTION),
+    _seam("lfm3", "Lfm3", "ShortConv", _CONVOLUTION),
 ]
 
 # By the name of the class whose forward returns the loss.
@@ -89,6 +124,6 @@ SEAMS = {seam.prefix + "ForCausalLM": seam for seam in _ALL}
 # Classes of these models, without the prefix, that treat tokens one by one or only call others.
 LOCAL = frozenset({
     "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "ForCausalLM", "ForgetGate", "HybridLayer",
-    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "MoE", "Model", "RMSNorm",
-    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
+    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "Mlp", "MoE", "Model", "RMSNorm",
+    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter", "WeightlessRMSNorm",
 })  # fmt: skip

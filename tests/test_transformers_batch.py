@@ -324,7 +324,7 @@ def test_models_that_are_not_known() -> None:
     with pytest.raises(ValueError, match="sp: expected a SequenceParallel, got NoneType"):
         parallelize(make("mamba2"), None)  # type: ignore[arg-type]
     for model in (make("mamba2").backbone, nn.Linear(2, 2)):
-        with pytest.raises(NotAvailable, match=f"{type(model).__name__} is not among the models .*: BambaForCausalLM"):
+        with pytest.raises(NotAvailable, match=f"{type(model).__name__} is not among the models .*: BailingHybridForCausalLM"):
             parallelize(model, ONE)
 
 

@@ -115,6 +115,12 @@ def replaced_by(module: nn.Module, seam: Seam) -> Replaced | None:
     return seam.replaced.get(_kind(module, seam))
 
 
+def _convolves(module: nn.Module, seam: Seam) -> bool:
+    """Whether a module's convolutions are replaced."""
+    found = replaced_by(module, seam)
+    return found is not None and (callable(found) or "causal_conv1d_fn" in found)
+
+
 def _names(module: nn.Module, seam: Seam) -> Iterable[str]:
     found = replaced_by(module, seam)
     return () if found is None or callable(found) else found
@@ -175,8 +181,9 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
 def _unknown(model: nn.Module, seam: Seam) -> Iterator[tuple[str, str]]:
     """(path, problem) of modules that are not known to treat tokens one by one."""
     mixers = {name for name, module in model.named_modules() if replaced_by(module, seam) is not None}
+    convolved = {name for name in mixers if _convolves(model.get_submodule(name), seam)}
     for name, module in model.named_modules():
-        inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers
+        inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in convolved
         if name not in mixers and not inside and not _is_local(module, seam):
             yield name, not_known(module)
 

@@ -13,7 +13,7 @@ from torch import nn
 from flexsp.exceptions import FlexspError, fail
 from flexsp.nn.exactness import OVER_RANKS
 
-__all__ = ["inside_decorators", "is_replaced", "replace_forward", "restore", "with_globals"]
+__all__ = ["is_replaced", "replace_forward", "restore", "with_globals"]
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made, and of its module
@@ -78,31 +78,24 @@ def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool
     setattr(module, _MARK, _Kept())
 
 
-def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """A copy of the function, inside the same decorators, that finds ``names`` instead of its own globals."""
+def with_globals(
+    function: Callable[..., Any], names: Mapping[str, Any],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """A copy of the function, inside the same decorators, that finds ``names`` instead of its own globals.
 
-    def change(inner: FunctionType) -> FunctionType:
-        space = {**inner.__globals__, **names}
-        space.pop("__name__", None)  # with it torch.compile would look globals up in the original module
-        return _copied(inner, space, inner.__closure__ or ())
-
-    return inside_decorators(function, change)
-
-
-def inside_decorators(
-    function: Callable[..., Any], change: Callable[[FunctionType], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """A copy of the function with ``change(innermost)`` in place of the innermost one, inside the same decorators."""
+    Args:
+        around: takes the innermost function's copy, and returns what the decorators call in its place.
+    """
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
+    space, cells = function.__globals__, function.__closure__ or ()
     if inner is None:
-        return change(function)
-    changed, cells = inside_decorators(inner, change), function.__closure__ or ()
-    cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in cells)
-    return _copied(function, function.__globals__, cells)
-
-
-def _copied(function: FunctionType, space: dict[str, Any], cells: tuple[CellType, ...]) -> FunctionType:
+        space = {**space, **names}
+        space.pop("__name__", None)  # with it torch.compile would look globals up in the original module
+    else:
+        changed = with_globals(inner, names, around)
+        cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in cells)
     made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells or None)
     made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
-    return made
+    return made if around is None or inner is not None else around(made)

@@ -20,11 +20,11 @@ from flexsp.integrations.transformers.check import (
     replaced_by,
     seam_of,
 )  # fmt: skip
-from flexsp.integrations.transformers.forwards import inside_decorators, replace_forward, with_globals
+from flexsp.integrations.transformers.forwards import replace_forward, with_globals
 from flexsp.integrations.transformers.running import on_shard
 from flexsp.integrations.transformers.seams import Seam
 
-__all__ = ["parallelize"]
+__all__ = ["over_ranks", "parallelize"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,21 +63,22 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     seam = seam_of(inner)
     mixers = [module for module in inner.modules() if replaced_by(module, seam) is not None]
     for module in mixers:
-        replace_forward(module, functools.partial(_layer_forward, _over_ranks(module, seam), sp))
+        replace_forward(module, functools.partial(_layer_forward, over_ranks(module, seam), sp))
     later = functools.partial(came_later, seam, len(mixers))
     replace_forward(inner.get_output_embeddings(), head_forward)
     replace_forward(inner, functools.partial(forward_on_shard, seam, sp, later))
     return model
 
 
-def _over_ranks(module: nn.Module, seam: Seam) -> Callable[..., Any]:
+def over_ranks(module: nn.Module, seam: Seam) -> Callable[..., Any]:
     """What a layer runs on a shard: a forward in place of its own, or its own with other functions in it. Its innermost
     function says on which shard it runs, since gradient checkpointing is one of its decorators and calls that again."""
     found = replaced_by(module, seam)
     if callable(found):
         return _entering(found, keeps=True)
-    changed = with_globals(type(module).forward, found or {})
-    return inside_decorators(changed, functools.partial(_entering, keeps=_takes_more(module)))
+    return with_globals(
+        type(module).forward, found or {}, functools.partial(_entering, keeps=_takes_more(module))
+    )
 
 
 def _takes_more(module: nn.Module) -> bool:
@@ -96,11 +97,11 @@ def _entering(run: Callable[..., Any], keeps: bool) -> Callable[..., Any]:
 
 
 def _layer_forward(
-    over_ranks: Callable[..., Any], sp: SequenceParallel, original: Callable[..., Any], module: nn.Module, *args: Any,
+    on_ranks: Callable[..., Any], sp: SequenceParallel, original: Callable[..., Any], module: nn.Module, *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """A layer's forward: its own, or where it is handed a shard the one over ranks."""
     shard = take_shard(module, sp, kwargs)
     if shard is None:
         return original(module, *args, **kwargs)
-    return over_ranks(module, *args, **{**kwargs, KEY: shard})
+    return on_ranks(module, *args, **{**kwargs, KEY: shard})

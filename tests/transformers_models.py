@@ -104,8 +104,8 @@ LATER_MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "mamba_d_state": 10, "mamba_dt_rank": 4, "n_mamba_heads": 2,
     },
     "minimax": {
-        **_SIZES, "layer_types": _DELTA["layer_types"], "num_hidden_layers": 3, "num_local_experts": 4, "block_size": 16,
-        "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1,
+        **_SIZES, "layer_types": _DELTA["layer_types"], "num_hidden_layers": 3, "num_local_experts": 4,
+        "block_size": 16, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1,
         "linear_attn_alpha_factor": 1.1, "mlp_beta_factor": 0.8,
     },
     "recurrent_gemma": {
@@ -129,15 +129,16 @@ LATER_MODELS: dict[str, dict[str, Any]] = {
 ALL_MODELS = MODELS | LATER_MODELS
 
 
-def make(name: str, attention: str = "sdpa", **changes: Any) -> Any:
-    """The model in float32 and in training mode, with the same random parameters everywhere."""
+def make(name: str, attention: str = "sdpa", kind: str = "ForCausalLM", **changes: Any) -> Any:
+    """The model in float32 and in training mode, with the same random parameters everywhere. `kind` is how the name of
+    its class ends."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     # By their names: flash-linear-attention puts classes of its own into the register, under the same types.
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[name])
-    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name].removesuffix("ForCausalLM") + kind)
     _in_pytorch(sys.modules[model_class.__module__])
     with torch.random.fork_rng():
         torch.manual_seed(5)

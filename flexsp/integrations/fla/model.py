@@ -14,7 +14,14 @@ from flexsp.integrations.fla.check import came_later, check, check_loss, layer_o
 from flexsp.integrations.fla.functions import on_ranks
 from flexsp.integrations.fla.mixers import FORWARDS, MIXERS, PARTS, qualified_name
 from flexsp.integrations.transformers.batch import KEY
-from flexsp.integrations.transformers.causal import LATER, CausalModel, forward_on_shard, head_forward, take_shard
+from flexsp.integrations.transformers.causal import (
+    LANGUAGE,
+    LATER,
+    CausalModel,
+    forward_on_shard,
+    head_forward,
+    take_shard,
+)  # fmt: skip
 from flexsp.integrations.transformers.check import class_of
 from flexsp.integrations.transformers.forwards import is_replaced, replace_forward, with_globals
 from flexsp.nn.norm import check_input
@@ -70,7 +77,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     if not alone:
         later = functools.partial(came_later, len(mixers))
         replace_forward(inner.get_output_embeddings(), head_forward)
-        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, sp, later))
+        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, LANGUAGE, None, sp, later))
     return model
 
 

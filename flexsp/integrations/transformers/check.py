@@ -11,14 +11,16 @@ from typing import Any
 from torch import nn
 
 from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
-from flexsp.integrations.transformers.causal import CausalModel
+from flexsp.integrations.transformers.causal import CausalModel, Task
 from flexsp.integrations.transformers.forwards import is_replaced
-from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Replaced, Seam
+from flexsp.integrations.transformers.heads import NONE
+from flexsp.integrations.transformers.seams import LOCAL, SEAMS, TASKS, Replaced, Seam
 from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 __all__ = [
-    "came_later", "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems",
-    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_by", "seam_of", "without_adapters",
+    "came_later", "check_model", "check_release", "class_of", "is_common", "known_model", "loss_problems",
+    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_by", "seam_of",
+    "task_of", "without_adapters",
 ]  # fmt: skip
 
 _OLDEST, _NEWEST = (5, 23), (5, 24)  # releases of transformers that the tests have run with
@@ -35,6 +37,7 @@ _AROUND = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
     "torch._dynamo.eval_frame.OptimizedModule",
 }
+_FOLDERS = {seam.folder: seam for seam in SEAMS.values()}
 _HEADS = ("head_k_dim", "head_v_dim", "head_f_dim", "head_i_dim", "head_dim", "ssm_state_size")  # of linear layers
 _VALUES = {"head_v_dim", "head_i_dim"}  # of these, sizes of values
 _SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # called by softmax layers, whose heads have no limit
@@ -42,7 +45,7 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on
 
 
 def check_model(model: nn.Module) -> None:
-    """Checks a causal language model of `SEAMS`.
+    """Checks a model of the families of `SEAMS`.
 
     Raises:
         ValueError: it cannot be cut over ranks. The message lists all reasons, each with a path.
@@ -75,7 +78,7 @@ def check_release(library: str, version: str, oldest: tuple[int, int], newest: t
         warnings.warn(text, UncoveredWarning, stacklevel=4)
 
 
-def causal_model(model: Any) -> Any:
+def known_model(model: Any) -> Any:
     """The model itself, or the one inside a PeftModel.
 
     Raises:
@@ -83,13 +86,42 @@ def causal_model(model: Any) -> Any:
         NotAvailable: a class of models that is not known.
     """
     if not isinstance(model, nn.Module):
-        fail("model", "a causal language model of transformers", type(model).__name__)
+        fail("model", "a model of transformers", type(model).__name__)
     inner = without_adapters(model)
     cls = class_of(inner)
-    if cls.__name__ not in SEAMS or _kind(inner, SEAMS[cls.__name__]) != "ForCausalLM":
+    seam = _FOLDERS.get(cls.__module__.rpartition(".modeling_")[2])
+    if seam is None or not _is_taken(inner, seam):
         known, whose = ", ".join(sorted(SEAMS)), f" of {cls.__module__}" if cls.__name__ in SEAMS else ""
-        raise NotAvailable(f"{cls.__name__}{whose} is not among the models that can be cut over ranks: {known}")
+        raise NotAvailable(
+            f"{cls.__name__}{whose} is not among the models that can be cut over ranks: {known}, with their base "
+            f"models, and heads of theirs that classify sequences or tokens{_instead(inner)}"
+        )
     return inner
+
+
+def _is_taken(model: Any, seam: Seam) -> bool:
+    """Whether it is a family's base model, or a head on one. In Qwen3.5, `Model` takes images too."""
+    kind = _kind(model, seam)
+    return kind == seam.base or (kind in TASKS and _kind(model.base_model, seam) == seam.base)
+
+
+def _instead(model: Any) -> str:
+    """What of a model that takes more than text can be cut."""
+    for name, module in model.named_modules():
+        if name and class_of(module).__name__ in SEAMS:
+            return f". Its {name} is a {class_of(module).__name__}, which can be cut"
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config() is config:
+        return ""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if text not in SEAMS:
+        return ""
+    return (
+        f". It takes images too: of the same folder, AutoModelForCausalLM.from_pretrained loads the language model, a "
+        f"{text}, which can be cut"
+    )
 
 
 def without_adapters(model: Any) -> Any:
@@ -107,7 +139,12 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def seam_of(model: nn.Module) -> Seam:
-    return SEAMS[class_of(model).__name__]
+    return _FOLDERS[class_of(model).__module__.rpartition(".modeling_")[2]]
+
+
+def task_of(model: nn.Module) -> Task:
+    """What a known model makes of its layers' outputs."""
+    return TASKS.get(_kind(model, seam_of(model)), NONE)
 
 
 def replaced_by(module: nn.Module, seam: Seam) -> Replaced | None:

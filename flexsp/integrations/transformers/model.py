@@ -12,15 +12,17 @@ from torch import nn
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import fail
 from flexsp.integrations.transformers.batch import KEY
-from flexsp.integrations.transformers.causal import forward_on_shard, head_forward, take_shard
+from flexsp.integrations.transformers.causal import LANGUAGE, forward_on_shard, head_forward, take_shard
 from flexsp.integrations.transformers.check import (
     came_later,
-    causal_model,
     check_model,
+    known_model,
     replaced_by,
     seam_of,
+    task_of,
 )  # fmt: skip
 from flexsp.integrations.transformers.forwards import replace_forward, with_globals
+from flexsp.integrations.transformers.heads import NONE
 from flexsp.integrations.transformers.running import on_shard
 from flexsp.integrations.transformers.seams import Seam
 
@@ -58,16 +60,23 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     """
     if not isinstance(sp, SequenceParallel):
         fail("sp", "a SequenceParallel", type(sp).__name__)
-    inner = causal_model(model)
+    inner = known_model(model)
     check_model(inner)
     seam = seam_of(inner)
     mixers = [module for module in inner.modules() if replaced_by(module, seam) is not None]
     for module in mixers:
         replace_forward(module, functools.partial(_layer_forward, over_ranks(module, seam), sp))
     later = functools.partial(came_later, seam, len(mixers))
-    replace_forward(inner.get_output_embeddings(), head_forward)
-    replace_forward(inner, functools.partial(forward_on_shard, seam, sp, later))
+    task = task_of(inner)
+    if task is LANGUAGE:
+        replace_forward(inner.get_output_embeddings(), head_forward)
+    base = _layers_of(inner, seam) if task is NONE else None
+    replace_forward(inner, functools.partial(forward_on_shard, seam, task, base, sp, later))
     return model
+
+
+def _layers_of(base: nn.Module, seam: Seam) -> Callable[..., Any]:
+    return type(base).forward if replaced_by(base, seam) is None else over_ranks(base, seam)
 
 
 def over_ranks(module: nn.Module, seam: Seam) -> Callable[..., Any]:

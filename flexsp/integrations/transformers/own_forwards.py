@@ -48,8 +48,8 @@ def own_convolution(module: Any, x: Tensor) -> Tensor:
 def gated_sum(
     module: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: None = None
 ) -> tuple[Tensor, None]:
-    """In place of RecurrentGemma's scan: h_t = gate_t h_{t-1} + x_t, without h_{t-1} where ``reset`` [B or 1, T_local, 1]
-    holds, of hidden_states and gates [B, T_local, D]."""
+    """In place of RecurrentGemma's scan of hidden_states and gates [B, T_local, D]: h_t = gate_t h_{t-1} + x_t, without
+    h_{t-1} where ``reset`` [B or 1, T_local, 1] holds."""
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     log_gate = recurrent_gate.to(wide).masked_fill(reset, 1.0).log().masked_fill(reset, float("-inf"))
     with running_shard().call() as ranks:

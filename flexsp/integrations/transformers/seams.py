@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from flexsp.exceptions import fail
-from flexsp.integrations.transformers.causal import CausalModel, Head
+from flexsp.integrations.transformers.causal import LANGUAGE, CausalModel, Head
 from flexsp.integrations.transformers.functions import (
     Attentions,
     causal_conv1d,
@@ -19,6 +19,7 @@ from flexsp.integrations.transformers.functions import (
     not_fused,
     selective_scan,
 )  # fmt: skip
+from flexsp.integrations.transformers.heads import SEQUENCES, TOKENS
 from flexsp.integrations.transformers.own_forwards import (
     forward_with,
     gated_sum,
@@ -27,7 +28,7 @@ from flexsp.integrations.transformers.own_forwards import (
     stack_forward,
 )  # fmt: skip
 
-__all__ = ["LOCAL", "SEAMS", "Replaced", "Seam"]
+__all__ = ["LOCAL", "SEAMS", "TASKS", "Replaced", "Seam"]
 
 Replaced = Mapping[str, Any] | Callable[..., Any]
 
@@ -44,10 +45,14 @@ _ATTENTION = {"ALL_ATTENTION_FUNCTIONS": Attentions()}
 
 
 def _check_loss_function(model: Any) -> None:
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.loss.loss_utils import LOSS_MAPPING
 
-    if model.loss_function is not ForCausalLMLoss:
-        fail("model.loss_function", "transformers' ForCausalLMLoss, which flexsp computes", repr(model.loss_function))
+    name = type(model).__name__
+    for ending in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification"):
+        expected = LOSS_MAPPING[ending]
+        if name.endswith(ending) and model.loss_function is not expected:
+            computed = f"transformers' {expected.__name__}, which flexsp computes"
+            fail("model.loss_function", computed, repr(model.loss_function))
 
 
 def _in_dtype_of_head(model: Any, head: Head, hidden: Tensor) -> Tensor:
@@ -77,11 +82,13 @@ class Seam(CausalModel):
         replaced: for each class whose forward makes tokens depend on others (its name without the prefix), the global
             names that its forward calls, and their replacements; or, where it calls none, a forward in place of its
             own. So too for classes that hand no keyword arguments on to such a one: then there are no names.
+        base: the class of its layers, without the prefix.
     """
 
     folder: str
     prefix: str
     replaced: Mapping[str, Replaced]
+    base: str = "Model"
 
 
 def _seam(
@@ -94,8 +101,8 @@ def _seam(
 
 _ALL = [
     _seam("qwen3_next", "Qwen3Next", "GatedDeltaNet", _GATED_DELTA, router_loss=True),
-    _seam("qwen3_5", "Qwen3_5", "GatedDeltaNet", _GATED_DELTA),
-    _seam("qwen3_5_moe", "Qwen3_5Moe", "GatedDeltaNet", _GATED_DELTA, router_loss=True),
+    _seam("qwen3_5", "Qwen3_5", "GatedDeltaNet", _GATED_DELTA, base="TextModel"),
+    _seam("qwen3_5_moe", "Qwen3_5Moe", "GatedDeltaNet", _GATED_DELTA, router_loss=True, base="TextModel"),
     _seam("olmo_hybrid", "OlmoHybrid", "GatedDeltaNet", _GATED_DELTA),
     _seam("kimi_linear", "KimiLinear", "DeltaAttention", _KIMI_DELTA),
     _seam("mamba2", "Mamba2", "Mixer", _MAMBA2, logits=_in_dtype_of_head, has_masks=False),
@@ -118,12 +125,19 @@ _ALL = [
     _seam("lfm3", "Lfm3", "ShortConv", _CONVOLUTION),
 ]
 
-# By the name of the class whose forward returns the loss.
+# By the name of the class whose forward returns the loss of a language model.
 SEAMS = {seam.prefix + "ForCausalLM": seam for seam in _ALL}
 
+# What a model of these families makes of its layers' outputs, by its class without the prefix. Base models are theirs.
+TASKS = {
+    "ForCausalLM": LANGUAGE, "ForSequenceClassification": SEQUENCES, "TextForSequenceClassification": SEQUENCES,
+    "ForTokenClassification": TOKENS,
+}  # fmt: skip
+
 # Classes of these models, without the prefix, that treat tokens one by one or only call others.
-LOCAL = frozenset({
-    "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "ForCausalLM", "ForgetGate", "HybridLayer",
+LOCAL = frozenset(TASKS) | frozenset({
+    "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "ForgetGate", "HybridLayer",
     "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "Mlp", "MoE", "Model", "RMSNorm",
-    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter", "WeightlessRMSNorm",
+    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
+    "WeightlessRMSNorm",
 })  # fmt: skip

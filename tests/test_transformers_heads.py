@@ -220,3 +220,21 @@ def test_a_part_that_can_be_cut_is_named() -> None:
     batch = rows(1, 12)
     inner = parallelize(model.language_model.double(), ONE)
     assert_exact(run_shard(inner, ONE, batch), run_whole(make("nemotron_h").double(), batch))
+
+
+# ----------------------------------------------------------------------------------------------- what families refuse
+
+
+def test_rotary_embeddings_of_kinds_of_layers() -> None:
+    whole = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    both = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(ValueError, match="model.rotary_emb: a rotary embedding of type 'dynamic' depends on the length"):
+        parallelize(make("lfm3", rope_parameters=both), ONE)
+
+
+def test_a_convolution_around_a_mixer() -> None:
+    """Those of mixers are replaced; one in a layer that only hands the shard on is not known."""
+    model = make("jamba")
+    model.model.layers[0].feed_forward = torch.nn.Conv1d(24, 24, 3)
+    with pytest.raises(ValueError, match="model.layers.0.feed_forward: Conv1d is not known"):
+        parallelize(model, ONE)

@@ -63,11 +63,17 @@ TRANSFORMERS = [
     ),
     *_in(
         "flexsp/integrations/transformers/own_forwards.py",
-        (".masked_fill(reset, 1.0).log().masked_fill(reset, float(\"-inf\"))", ".log()", "gates of tokens that reset are kept",
-         _FAMILIES + "[recurrent_gemma]"),
+        (".log()\n", ".log() * 0.9\n", "RG-LRU has other gates", _FAMILIES + "[recurrent_gemma]"),
         ("    decay = -module.slope_rate", "    decay = -0.9 * module.slope_rate", "lightning attention has other slopes", _FAMILIES + "[minimax]"),
         ("(*every, hidden) if wanted", "(*every,) if wanted", "the normalised hidden states are left out",
          _HEADS + "test_a_base_model[falcon_mamba-Model]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/xlstm.py",
+        ("return h - h.detach() * change.unsqueeze(-1).to(h.dtype), None", "return h, None", "xLSTM's stabiliser has no derivative",
+         _FAMILIES + "[xlstm]"),
+        ("torch.minimum(eps / (small + eps), 1 - ratio.squeeze(-1).abs())", "(eps / (small + eps))", "xLSTM's denominator is its lower bound",
+         _FAMILIES + "[xlstm]"),
     ),
     *_in(
         "flexsp/integrations/transformers/heads.py",

@@ -28,7 +28,10 @@ from tests.transformers_models import (
 
 pytest.importorskip("transformers")
 LENGTHS, DOCUMENTS = [23, 18], [3, 21, 1, 16]
-PROJECTIONS = ("in_proj", "x_proj", "q_proj", "o_proj", "qkv_proj", "output_gate", "linear_x", "linear_out", "f_proj")
+PROJECTIONS = (
+    "in_proj", "x_proj", "q_proj", "o_proj", "qkv_proj", "output_gate", "linear_x", "linear_out", "f_proj",
+    "igate_preact", "fgate_preact", "ogate_preact",
+)  # fmt: skip
 
 
 def generate(model: Any, prompt: torch.Tensor) -> torch.Tensor:

@@ -47,13 +47,13 @@ def _hidden(sp: Any, name: str, kind: str, batch: dict[str, Any], weights: torch
 
 
 BASES = [("qwen3_next", "Model"), ("falcon_mamba", "Model")]
-OTHER_BASES = [("qwen3_5_text", "TextModel"), ("recurrent_gemma", "Model"), ("zamba", "Model")]
+OTHER_BASES = [("qwen3_5_text", "TextModel"), ("recurrent_gemma", "Model"), ("zamba", "Model"), ("xlstm", "Model")]
 
 
 @pytest.mark.parametrize(("name", "kind"), [*BASES, *slow(*OTHER_BASES)])
 def test_a_base_model(name: str, kind: str) -> None:
     model, batch = make(name, kind=kind).double(), {"input_ids": torch.randint(VOCABULARY, (2, sum(LENGTHS)))}
-    weights = torch.randn(2, sum(LENGTHS), 24, dtype=torch.float64)
+    weights = torch.randn(2, sum(LENGTHS), model.config.hidden_size, dtype=torch.float64)
     found = run_ranks(_hidden, 2, name, kind, batch, weights)
     with precision(torch.float64), chunks(model, 16):
         out = model(**batch, output_hidden_states=True)

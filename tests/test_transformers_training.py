@@ -149,6 +149,7 @@ def _in_halves(sp: Any, name: str, dtype: torch.dtype, batch: dict[str, Any]) ->
             ("falcon_h1", torch.float32), ("granitemoehybrid", torch.bfloat16), ("jamba", torch.float32),
             ("zamba", torch.bfloat16), ("minimax", torch.bfloat16), ("recurrent_gemma", torch.float32),
             ("falcon_mamba", torch.bfloat16), ("bailing_hybrid", torch.float32), ("lfm3", torch.bfloat16),
+            ("xlstm", torch.bfloat16),
         ),
     ],
 )  # fmt: skip

@@ -112,6 +112,12 @@ LATER_MODELS: dict[str, dict[str, Any]] = {
         **_SIZES, "lru_width": 24, "block_types": ["recurrent", "attention"], "num_hidden_layers": 3,
         "attention_window_size": 5, "logits_soft_cap": 3.0,
     },
+    "xlstm": {  # sizes that its cache rounds to; chunks of one token, of which any number is right
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_heads": 4, "num_hidden_layers": 2, "mode": "train",
+        "chunk_size": 1, "ffn_proj_factor": 1.0, "ffn_round_up_to_multiple_of": 4, "eps": 0.1, "gate_soft_cap": 3.0,
+        "output_logit_soft_cap": 2.0, "use_cache": False, "pad_token_id": None, "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "lfm2": {
         **_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_bias": True,
         "block_auto_adjust_ff_dim": False,
@@ -126,6 +132,7 @@ LATER_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+WITHOUT_SOFTMAX = ("mamba", "mamba2", "falcon_mamba", "xlstm")
 ALL_MODELS = MODELS | LATER_MODELS
 
 
@@ -148,7 +155,7 @@ def make(name: str, attention: str = "sdpa", kind: str = "ForCausalLM", **change
         torch.manual_seed(5)
         config = config_class(**{**copy.deepcopy(ALL_MODELS[name]), **changes})
         config._experts_implementation = "eager"
-        model = model_class._from_config(config, attn_implementation="eager" if "mamba" in name else attention)
+        model = model_class._from_config(config, attn_implementation="eager" if name in WITHOUT_SOFTMAX else attention)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -57,6 +57,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "zamba": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
     "minimax": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
     "recurrent_gemma": {"hidden_size": 64, "lru_width": 64, "num_attention_heads": 4},
+    "xlstm": {"hidden_size": 128, "num_heads": 2},
 }  # fmt: skip
 OWN = [("eager", 8), ("sdpa", 16), ("eager", 32)]  # attention and chunks of unmodified runs
 LEAST = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2 * 2.0**-8}

@@ -48,10 +48,9 @@ def own_convolution(module: Any, x: Tensor) -> Tensor:
 def gated_sum(
     module: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: None = None
 ) -> tuple[Tensor, None]:
-    """In place of RecurrentGemma's scan of hidden_states and gates [B, T_local, D]: h_t = gate_t h_{t-1} + x_t, without
-    h_{t-1} where ``reset`` [B or 1, T_local, 1] holds."""
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    log_gate = recurrent_gate.to(wide).masked_fill(reset, 1.0).log().masked_fill(reset, float("-inf"))
+    """In place of RecurrentGemma's scan, h_t = gate_t h_{t-1} + x_t, of hidden_states and gates [B, T_local, D]. Where
+    it resets a document begins, and so a state of zeros."""
+    log_gate = recurrent_gate.to(torch.promote_types(hidden_states.dtype, torch.float32)).log()
     with running_shard().call() as ranks:
         h, _ = ops.chunk_hgrn(hidden_states, log_gate, **ranks)
     return h, None
@@ -72,14 +71,17 @@ def stack_forward(
     model: Any, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
     output_hidden_states: bool | None = None, *, flexsp_shard: Shard, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """In place of that of a model of nothing but Mamba-1, which hands its blocks no keyword arguments."""
+    """In place of that of a model of nothing but Mamba-1 or xLSTM, which hands its blocks no keyword arguments."""
     from transformers.modeling_outputs import BaseModelOutput
 
-    hidden = model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-    every = []
-    for block in model.layers:
-        hidden = block(hidden, **{KEY: flexsp_shard})
+    hidden = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+    mamba = hasattr(model, "norm_f")
+    every = [] if mamba else [hidden]  # they collect other states
+    for block in model.layers if mamba else model.blocks:
+        made = block(hidden, **{KEY: flexsp_shard})
+        hidden = made[0] if isinstance(made, tuple) else made
         every.append(hidden)
-    hidden = model.norm_f(hidden)
+    hidden = model.norm_f(hidden) if mamba else model.out_norm(hidden)
+    collected = (*every, hidden) if mamba else (*every[:-1], hidden)
     wanted = model.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-    return BaseModelOutput(last_hidden_state=hidden, hidden_states=(*every, hidden) if wanted else None)
+    return BaseModelOutput(last_hidden_state=hidden, hidden_states=collected if wanted else None)

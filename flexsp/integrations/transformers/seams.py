@@ -27,6 +27,7 @@ from flexsp.integrations.transformers.own_forwards import (
     own_convolution,
     stack_forward,
 )  # fmt: skip
+from flexsp.integrations.transformers.xlstm import memory_forward
 
 __all__ = ["LOCAL", "SEAMS", "TASKS", "Replaced", "Seam"]
 
@@ -66,6 +67,12 @@ def _multiplied(model: Any, head: Head, hidden: Tensor) -> Tensor:
 def _capped(model: Any, head: Head, hidden: Tensor) -> Tensor:
     cap: float = model.config.logits_soft_cap
     return (head(hidden) / cap).tanh() * cap
+
+
+def _soft_capped(model: Any, head: Head, hidden: Tensor) -> Tensor:
+    logits = _in_dtype_of_head(model, head, hidden).float()
+    cap: float | None = model.config.output_logit_soft_cap
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def _divided(model: Any, head: Head, hidden: Tensor) -> Tensor:
@@ -120,6 +127,7 @@ _ALL = [
     _seam("minimax", "MiniMax", "LightningAttention", lightning_forward, router_loss=True),
     _seam("recurrent_gemma", "RecurrentGemma", "RecurrentBlock", forward_with(conv_1d=own_convolution),
           {"Rglru": forward_with(_rnn_scan=gated_sum)}, logits=_capped),
+    _seam("xlstm", "xLSTM", "Backend", memory_forward, _STACK, logits=_soft_capped, has_masks=False),
     _seam("lfm2", "Lfm2", "ShortConv", _CONVOLUTION),
     _seam("lfm2_moe", "Lfm2Moe", "ShortConv", _CONVOLUTION),
     _seam("lfm3", "Lfm3", "ShortConv", _CONVOLUTION),
@@ -136,8 +144,8 @@ TASKS = {
 
 # Classes of these models, without the prefix, that treat tokens one by one or only call others.
 LOCAL = frozenset(TASKS) | frozenset({
-    "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "ForgetGate", "HybridLayer",
-    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "Mlp", "MoE", "Model", "RMSNorm",
+    "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "FeedForward", "ForgetGate", "HybridLayer", "Layer",
+    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "Mlp", "MoE", "Model", "MultiHeadLayerNorm", "RMSNorm",
     "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
     "WeightlessRMSNorm",
 })  # fmt: skip

@@ -7,17 +7,17 @@ relative to e^m, has the derivative -h eps / D with respect to m.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flexsp import ops
-from flexsp.comm.group import SequenceParallel
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.integrations.transformers.functions import without_states
 from flexsp.integrations.transformers.running import running_shard
+from flexsp.scan.maxima import maxima_between
+from flexsp.scan.tokens import positions
 
 __all__ = ["memory_forward"]
 
@@ -35,7 +35,7 @@ def memory_forward(
         h, _ = ops.chunk_mlstm(query, key, value, **gates, head_first=True, eps=eps, **ranks)
         if eps == 0 or not torch.is_grad_enabled():
             return h, None
-        m = _maxima(igate, fgate, ranks["cu_seqlens"], ranks["sp"])
+        m = _maxima(igate, fgate, ranks)
         wide = torch.promote_types(query.dtype, torch.float32)
         q, k = query.detach().to(wide), key.detach().to(wide)
         constant = {name: x.detach() for name, x in gates.items()}
@@ -47,33 +47,20 @@ def memory_forward(
     return h - h.detach() * change.unsqueeze(-1).to(h.dtype), None
 
 
-def _maxima(igate: Tensor, fgate: Tensor, cu_seqlens: Tensor | None, sp: SequenceParallel) -> Tensor:
-    """m_t = max(logsigmoid(f_t) + m_{t-1}, i_t) from m = 0 on, of gates [B, H, T_local]."""
+def _maxima(igate: Tensor, fgate: Tensor, ranks: dict[str, Any]) -> Tensor:
+    """m_t = max(logsigmoid(f_t) + m_{t-1}, i_t) from m = 0 on, of gates [B, H, T_local]. Once it is known which of the
+    two is larger, m is a linear recurrence, which has the derivatives."""
     wide = torch.promote_types(igate.dtype, torch.float32)
-    i, f = (x.to(wide).transpose(1, 2).unsqueeze(-1) for x in (igate, fgate))
-    m, _ = _maximum(i.shape[2])(x=i, a=torch.nn.functional.logsigmoid(f), cu_seqlens=cu_seqlens, sp=sp)
-    found: Tensor = m.squeeze(-1).transpose(1, 2)
-    return found
-
-
-def _chunk(x: Any, a: Any) -> Any:
-    return (x + a.sum(0) - a.cumsum(0)).amax(0)
-
-
-def _decay(prev_s: Any, chunk_state: Any, a: Any) -> Any:
-    return torch.maximum(prev_s + a.sum(0), chunk_state)
-
-
-def _merge(x: Any, a: Any, chunk_state: Any) -> Any:
-    b = a.cumsum(0)
-    pairs = b[:, None, :] + (x - b)[None, :, :]
-    later = torch.ones_like(pairs.amax(2)).triu(1) > 0
-    inside = pairs.masked_fill(later[:, :, None], -torch.inf).amax(1)
-    return torch.maximum(inside, b + chunk_state[None, :])
-
-
-@functools.cache
-def _maximum(heads: int) -> LinearAttention:
-    h, k = ConstExpr("H", heads), ConstExpr("K", 1)
-    meta = {name: SymbTensor(["T", h, k]) for name in "xa"} | {"prev_s": SymbTensor(["NS", h, k])}
-    return LinearAttention(meta, _chunk, _decay, _merge, chunk_size=32)
+    i, log_f = igate.to(wide), F.logsigmoid(fgate.to(wide))
+    with torch.no_grad():
+        begun = first = None
+        if ranks["cu_seqlens"] is not None:
+            first = positions(i.shape[-1], i.device, ranks["cu_seqlens"], ranks["sp"]) == 0
+            begun = i.new_zeros(i.shape[1:])
+        start = i.new_zeros(i.shape[:-1])
+        before, along = maxima_between(log_f, i, start, begun, first, ranks["sp"], "maxima of xLSTM")
+        larger = before + log_f - i
+        earlier = torch.where(larger > 0, 1.0, torch.where(larger < 0, 0.0, 0.5)).to(wide)
+    x = earlier * log_f + (1 - earlier) * i
+    m, _ = ops.chunk_hgrn(x.transpose(1, 2), earlier.log().transpose(1, 2), **ranks)
+    return along[..., 1:] + (m - m.detach()).transpose(1, 2)

@@ -77,7 +77,7 @@ TRANSFORMERS = [
     ),
     *_in(
         "flexsp/integrations/transformers/heads.py",
-        ("else ids != padding", "else ids == ids", "padding is classified", _HEADS + "test_sequences_are_classified"),
+        ("else ids.ne(padding)", "else ids.ne(-1)", "padding is classified", _HEADS + "test_sequences_are_classified"),
         ("(ranks * (every[..., -1] != 0)).argmax(0)", "(every[..., -1] != 0).int().argmax(0)", "the first rank's token is classified",
          _HEADS + "test_sequences_are_classified"),
         ("        loss = loss * shard.sp.world_size\n", "", "the loss of tokens is a share", _HEADS + "test_tokens_are_classified[minimax]"),

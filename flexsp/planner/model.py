@@ -261,7 +261,7 @@ def _is_softmax(module: nn.Module, seam: Seam) -> bool:
 def operator_of(module: nn.Module, seam: Seam) -> str | None:
     """The operator of a layer, by its name in `flexsp bench op`."""
     names = replaced_by(module, seam)
-    return next((_OPERATORS[name] for name in names or () if name in _OPERATORS), None)
+    return None if names is None or callable(names) else next((_OPERATORS[x] for x in names if x in _OPERATORS), None)
 
 
 def _linear_mixer(module: Any, case: str) -> LinearMixer:

@@ -106,9 +106,9 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel, shift: bool = True) ->
             them; not with ``num_items_in_batch``, which these do not read.
 
     Returns:
-        ``input_ids`` or ``inputs_embeds``, ``position_ids``, ``shift_labels`` (where there are labels of tokens; without
-        ``shift`` they are ``labels``), each with T_local tokens and on ``sp.device``, labels of rows as they are, and
-        ``flexsp_shard``, a `Shard`.
+        ``input_ids`` or ``inputs_embeds``, ``position_ids``, ``shift_labels`` (where there are labels of tokens;
+        without ``shift`` they are ``labels``), each with T_local tokens and on ``sp.device``, labels of rows as they
+        are, and ``flexsp_shard``, a `Shard`.
 
     Raises:
         ValueError: keys that are not known, wrong shapes, a rank without tokens, padding on the left or inside,

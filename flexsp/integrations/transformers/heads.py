@@ -44,11 +44,11 @@ def _run_sequences(causal: CausalModel, model: Any, base: Base, shard: Shard, ca
     return made if as_dict else made.to_tuple()
 
 
-def _of_last_tokens(score: Any, hidden: Tensor, ids: Tensor | None, padding: int | None, shard: Shard) -> Tensor:
+def _of_last_tokens(score: Any, hidden: Tensor, ids: Tensor | None, padding: Any, shard: Shard) -> Tensor:
     """Logits [B, labels] of each row's last token that is not ``padding``, or of its last one without ``ids``."""
     B, T = hidden.shape[:2]
     rows = torch.arange(B, device=hidden.device)
-    here = torch.ones(B, T, dtype=torch.bool, device=hidden.device) if ids is None else ids != padding
+    here = torch.ones(B, T, dtype=torch.bool, device=hidden.device) if ids is None else ids.ne(padding)
     last = (torch.arange(T, device=hidden.device) * here).argmax(-1)
     mine = score(hidden[rows, last])
     if shard.sp.world_size == 1:
@@ -64,13 +64,14 @@ def _run_tokens(causal: CausalModel, model: Any, base: Base, shard: Shard, call:
     from transformers.modeling_outputs import TokenClassifierOutput
 
     labels, as_dict = call.pop("labels", None), call.pop("return_dict", model.config.return_dict)
-    if labels is not None and (tuple(labels.shape) != (shard.batch, shard.length) or shard.counted is None):
+    counted = shard.counted
+    if labels is not None and (tuple(labels.shape) != (shard.batch, shard.length) or counted is None):
         fail("labels", "labels of tokens that shard(batch, sp, shift=False) made", list(labels.shape))
     outputs = run_layers(causal, base, shard, call)
     logits, loss = model.score(model.dropout(outputs.last_hidden_state)), None
-    if labels is not None:
+    if labels is not None and counted is not None:
         each = logits.reshape(-1, model.config.num_labels).float()
-        loss = F.cross_entropy(each, labels.flatten(), ignore_index=IGNORED, reduction="sum") / shard.counted
+        loss = F.cross_entropy(each, labels.flatten(), ignore_index=IGNORED, reduction="sum") / counted
         loss = loss * shard.sp.world_size
     made = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.get("hidden_states"))
     return made if as_dict else made.to_tuple()

@@ -85,9 +85,7 @@ def over_ranks(module: nn.Module, seam: Seam) -> Callable[..., Any]:
     found = replaced_by(module, seam)
     if callable(found):
         return _entering(found, keeps=True)
-    return with_globals(
-        type(module).forward, found or {}, functools.partial(_entering, keeps=_takes_more(module))
-    )
+    return with_globals(type(module).forward, found or {}, functools.partial(_entering, keeps=_takes_more(module)))
 
 
 def _takes_more(module: nn.Module) -> bool:

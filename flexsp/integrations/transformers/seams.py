@@ -40,7 +40,7 @@ _MAMBA2 = {
 }  # fmt: skip
 _MAMBA1 = {"causal_conv1d_fn": causal_conv1d, "mamba_selective_scan": selective_scan}
 _FUSED_MAMBA1 = {**_MAMBA1, "mamba_inner_fn": not_fused}
-_STACK = {"Model": stack_forward, "Block": {}}
+_STACK: dict[str, Replaced] = {"Model": stack_forward, "Block": {}}
 _CONVOLUTION = {"causal_conv1d_fn": causal_conv1d}
 _ATTENTION = {"ALL_ATTENTION_FUNCTIONS": Attentions()}
 
@@ -125,8 +125,10 @@ _ALL = [
     _seam("jamba", "Jamba", "MambaMixer", _MAMBA1, {"MambaDecoderLayer": {}}, router_loss=True),
     _seam("zamba", "Zamba", "MambaMixer", _MAMBA1),
     _seam("minimax", "MiniMax", "LightningAttention", lightning_forward, router_loss=True),
-    _seam("recurrent_gemma", "RecurrentGemma", "RecurrentBlock", forward_with(conv_1d=own_convolution),
-          {"Rglru": forward_with(_rnn_scan=gated_sum)}, logits=_capped),
+    _seam(
+        "recurrent_gemma", "RecurrentGemma", "RecurrentBlock", forward_with(conv_1d=own_convolution),
+        {"Rglru": forward_with(_rnn_scan=gated_sum)}, logits=_capped,
+    ),  # fmt: skip
     _seam("xlstm", "xLSTM", "Backend", memory_forward, _STACK, logits=_soft_capped, has_masks=False),
     _seam("lfm2", "Lfm2", "ShortConv", _CONVOLUTION),
     _seam("lfm2_moe", "Lfm2Moe", "ShortConv", _CONVOLUTION),
@@ -145,7 +147,7 @@ TASKS = {
 # Classes of these models, without the prefix, that treat tokens one by one or only call others.
 LOCAL = frozenset(TASKS) | frozenset({
     "AttentionDecoderLayer", "Block", "DecoderLayer", "Experts", "FeedForward", "ForgetGate", "HybridLayer", "Layer",
-    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "Mlp", "MoE", "Model", "MultiHeadLayerNorm", "RMSNorm",
-    "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel", "TextRotaryEmbedding", "TopKRouter", "TopkRouter",
-    "WeightlessRMSNorm",
+    "LinearAttentionDecoderLayer", "MLP", "MambaDecoderLayer", "MambaRMSNormGated", "Mlp", "MoE", "Model",
+    "MultiHeadLayerNorm", "RMSNorm", "RMSNormGated", "RotaryEmbedding", "SparseMoeBlock", "TextModel",
+    "TextRotaryEmbedding", "TopKRouter", "TopkRouter", "WeightlessRMSNorm",
 })  # fmt: skip

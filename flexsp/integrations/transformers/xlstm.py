@@ -30,17 +30,15 @@ def memory_forward(
     their activations [B, H, T_local] -> [B, H, T_local, V]."""
     without_states(c_initial, False)
     eps: float = module.config.eps
-    gates = {"i": igate, "f": fgate}
     with running_shard().call() as ranks:
-        h, _ = ops.chunk_mlstm(query, key, value, **gates, head_first=True, eps=eps, **ranks)
+        h, _ = ops.chunk_mlstm(query, key, value, igate, fgate, head_first=True, eps=eps, **ranks)
         if eps == 0 or not torch.is_grad_enabled():
             return h, None
         m = _maxima(igate, fgate, ranks)
         wide = torch.promote_types(query.dtype, torch.float32)
-        q, k = query.detach().to(wide), key.detach().to(wide)
-        constant = {name: x.detach() for name, x in gates.items()}
+        q, k, i, f = (x.detach().to(wide) for x in (query, key, igate, fgate))
         ones = torch.ones_like(value[..., :1], dtype=wide)
-        ratio, _ = ops.chunk_mlstm(q, k, ones, **constant, head_first=True, eps=eps, **ranks)  # d / D
+        ratio, _ = ops.chunk_mlstm(q, k, ones, i, f, head_first=True, eps=eps, **ranks)  # d / D
     small = (-m.detach()).exp()
     share = torch.minimum(eps / (small + eps), 1 - ratio.squeeze(-1).abs()).clamp(min=0)  # eps / D
     change = (m - m.detach()) * share

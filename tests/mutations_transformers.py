@@ -65,7 +65,7 @@ TRANSFORMERS = [
         "flexsp/integrations/transformers/own_forwards.py",
         (".log()\n", ".log() * 0.9\n", "RG-LRU has other gates", _FAMILIES + "[recurrent_gemma]"),
         ("    decay = -module.slope_rate", "    decay = -0.9 * module.slope_rate", "lightning attention has other slopes", _FAMILIES + "[minimax]"),
-        ("(*every, hidden) if wanted", "(*every,) if wanted", "the normalised hidden states are left out",
+        ("(*every, hidden) if mamba", "(*every,) if mamba", "the normalised hidden states are left out",
          _HEADS + "test_a_base_model[falcon_mamba-Model]"),
     ),
     *_in(

@@ -27,7 +27,7 @@ from tests.transformers_models import (
 )  # fmt: skip
 
 pytest.importorskip("transformers")
-LENGTHS, DOCUMENTS = [23, 18], [3, 21, 1, 16]
+LENGTHS, DOCUMENTS = [15, 10], [3, 13, 1, 8]
 PROJECTIONS = (
     "in_proj", "x_proj", "q_proj", "o_proj", "qkv_proj", "output_gate", "linear_x", "linear_out", "f_proj",
     "igate_preact", "fgate_preact", "ogate_preact",

@@ -159,8 +159,8 @@ def test_refused_sequences() -> None:
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
-def tokens(documents: list[int] | None) -> dict[str, Any]:
-    batch = rows(2, sum(LENGTHS)) if documents is None else packed(documents)
+def tokens() -> dict[str, Any]:
+    batch = rows(2, sum(LENGTHS))
     ids = batch["input_ids"]
     return {**batch, "labels": torch.randint(4, ids.shape).masked_fill(torch.rand(ids.shape) < 0.3, -100)}
 
@@ -168,7 +168,7 @@ def tokens(documents: list[int] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["minimax", *slow("qwen3_next")])
 def test_tokens_are_classified(name: str) -> None:
     kind = "ForTokenClassification"
-    batch = tokens(None)
+    batch = tokens()
     found = run_ranks(_classified, 2, name, kind, {}, batch, False)
     want = whole(name, kind, {}, batch)
     logits = torch.cat([mine["logits"] for mine in found], 1)
@@ -178,17 +178,17 @@ def test_tokens_are_classified(name: str) -> None:
 def test_refused_tokens() -> None:
     model = parallelize(classifier("minimax", "ForTokenClassification"), ONE)
     with pytest.raises(ValueError, match="arguments: expected only .*, labels beside flexsp_shard, got shift_labels"):
-        model(**shard(tokens(None), ONE))
+        model(**shard(tokens(), ONE))
     with pytest.raises(ValueError, match=r"labels: expected labels of tokens that shard\(batch, sp, shift=False\)"):
-        model(**shard({**tokens(None), "labels": torch.tensor([1, 2])}, ONE))
+        model(**shard({**tokens(), "labels": torch.tensor([1, 2])}, ONE))
     with pytest.raises(ValueError, match="num_items_in_batch: expected None with shift=False, got a value"):
-        shard({**tokens(None), "num_items_in_batch": 3}, ONE, shift=False)
+        shard({**tokens(), "num_items_in_batch": 3}, ONE, shift=False)
     with pytest.raises(ValueError, match="num_items_in_batch: expected None beside labels of rows"):
-        shard({**tokens(None), "labels": torch.tensor([1, 2]), "num_items_in_batch": 3}, ONE)
+        shard({**tokens(), "labels": torch.tensor([1, 2]), "num_items_in_batch": 3}, ONE)
     with pytest.raises(ValueError, match=r"labels: expected \[B, T\] of tokens, or of rows \[2\]"):
-        shard({**tokens(None), "labels": torch.tensor([1, 2, 3])}, ONE)
+        shard({**tokens(), "labels": torch.tensor([1, 2, 3])}, ONE)
     with pytest.raises(ValueError, match="shift: expected True or False, got 1"):
-        shard(tokens(None), ONE, shift=1)  # type: ignore[arg-type]
+        shard(tokens(), ONE, shift=1)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------------ images

@@ -60,7 +60,8 @@ def write_config(folder: Path, name: str = "qwen3_next", **changes: Any) -> Path
     from transformers import AutoConfig
 
     sizes = {key: 16 for key in ("moe_intermediate_size", "moe_latent_size") if key in ALL_MODELS[name]}
-    AutoConfig.for_model(name, **{**ALL_MODELS[name], **sizes, "vocab_size": 256, **changes}).save_pretrained(folder / name)
+    config = AutoConfig.for_model(name, **{**ALL_MODELS[name], **sizes, "vocab_size": 256, **changes})
+    config.save_pretrained(folder / name)
     return folder / name
 
 

@@ -32,7 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def parallelize(model: M, sp: SequenceParallel) -> M:
-    """Lets a causal language model of transformers run on sequences that are cut over ranks. In place.
+    """Lets a model of transformers run on sequences that are cut over ranks: a causal language model, a base model, or
+    a head that classifies sequences or tokens. In place.
 
     Afterwards the model takes what `shard` returns: ``model(**shard(batch, sp)).loss``. The mean of this loss over the
     ranks is the loss of the whole batch on the unmodified model, and gradients averaged over the ranks, as
@@ -40,10 +41,13 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     labels they are those of this rank's tokens. ``hidden_states`` are of these tokens, attention weights are not to be
     had, and ``aux_loss`` follows the same rule as ``loss``.
 
+    A base model returns the hidden states of this rank's tokens and has no loss. A head for sequences returns the
+    logits of all rows and the whole loss, one for tokens the logits of this rank's tokens.
+
     Calls without a shard run the unmodified forward on this rank alone: ``generate``, evaluation. In training mode,
     with gradients and more than one rank, they raise.
 
-    Only this object changes: its forward, and those of its linear-attention and softmax layers. Its class, its
+    Only this object changes: its forward, and those of its recurrent and softmax layers. Its class, its
     config, its parameters and what it saves stay as they are; so do all other models. Before or after
     ``fully_shard`` and ``get_peft_model`` (LoRA), before DistributedDataParallel. `restore` undoes it.
 

@@ -141,6 +141,13 @@ def of_mamba3() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return ops.mamba3(x, dt, A, B, C, trap, angles, B_bias=bias)[0], [x, dt, A, B, C, trap, angles, bias]
 
 
+def of_turns_that_arrived() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    from flexsp.kernels.mamba3.op import onward
+
+    x = [leaf(*size, dtype=torch.float32) for size in ((1, 6, 2, 4), (1, 2, 4))]
+    return onward(x[0] * x[0], x[1], torch.tensor(3)), x
+
+
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
 REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.Tensor]]]] = {
     "flexsp.kernels.operators._Function": lambda sp: of_variant("deltanet", sp, torch.float32),
@@ -166,6 +173,7 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.mamba3.op._Steps": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
+    "flexsp.kernels.mamba3.op._Onward": lambda sp: of_turns_that_arrived(),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (

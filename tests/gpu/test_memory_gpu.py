@@ -76,7 +76,7 @@ def test_mamba3_gives_the_same_bits_again(angles: str, seed: int, monkeypatch: p
 
 
 def test_mamba3_kernels_of_large_tensors() -> None:
-    """More than 2^31 numbers: the last tokens have what a call of them alone has. The engine has the gradient of turns."""
+    """More than 2^31 numbers: the last tokens have what a call of them alone has."""
     from flexsp.kernels.mamba3 import op
 
     T, H, K, few = 2**18 + 5, 32, 256, 100
@@ -90,7 +90,7 @@ def test_mamba3_kernels_of_large_tensors() -> None:
     for at in (slice(None), slice(T - few, None)):
         leaves = {key: x[:, at].detach().requires_grad_() for key, x in inputs.items()}
         rows = op.rows(**leaves, **others, pairwise=True)
-        wanted = [x for key, x in leaves.items() if key != "turned"]
+        wanted = [x for key, x in leaves.items() if key != "turned"]  # whose gradient the engine has
         grads = torch.autograd.grad([rows.q, rows.k], wanted, [rows.k.detach(), rows.q.detach()])
         found.append([x[:, -few:].clone() for x in (rows.q.detach(), rows.k.detach(), *grads)])
         del rows, grads, leaves

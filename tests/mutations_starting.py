@@ -122,6 +122,11 @@ STARTING = [
         ("        sp.start_anew()\n", "", "a failed trial is remembered", _AUTO),
     ),
     *_in(
+        "flexsp/comm/transport.py",
+        ('name, device, sends_in_kernel = PROCESS_GROUP, "any", False', 'name, device = PROCESS_GROUP, "any"',
+         "kernels send where there is no memory to send to", "tests/test_transport.py::test_who_sends"),
+    ),
+    *_in(
         "flexsp/launch/doctor.py",
         ('"ok" if numpy else "fail"', '"ok"', "doctor takes no notice of numpy",
          "tests/test_installed.py::test_doctor_names_numpy_where_it_is_missing"),

@@ -1,7 +1,7 @@
-"""How the tiles of a state travel between ranks: one object a transport, found by its name.
+"""How states travel between ranks: one object a transport, found by its name.
 
-`process_group` is none of these: there torch.distributed moves whole states between kernels. docs/add-a-transport.md
-adds one. This file imports no Triton.
+Most send the tiles of a state inside the kernel; with `process_group` torch.distributed sends whole states between
+kernels. docs/add-a-transport.md adds one. This file imports no Triton.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def create_heap(
 
 
 class Transport:
-    """A transport whose sends stand in the kernel of `flexsp.scan.propagate`.
+    """A transport, by default one whose sends stand in the kernel of `flexsp.scan.propagate`.
 
     Every rank has an arena that its neighbours write to. The kernel waits for the flag of a tile in its own arena,
     stores the next rank's tile with `push`, which raises that rank's flag, and says with `signal` that a place in the
@@ -76,18 +76,25 @@ class Transport:
 
     Attributes:
         name: what `flexsp.init_sequence_parallel(transport=...)` takes.
-        device: the type of device whose memory it moves, "cuda" or "cpu".
+        device: the type of device whose memory it moves, "cuda", "cpu", or "any" for both.
+        sends_in_kernel: whether the kernel sends. If not, torch.distributed does between kernels, and `open_heap` is
+            all of this class that is called.
         stages: whether `push` sends from memory of the arena, where it puts the tile first.
     """
 
     name: str
     device: str
+    sends_in_kernel: bool = True
     stages: bool = False
 
     def open_heap(
         self, nbytes: int, *, rank: int, global_ranks: Sequence[int], cpu_group: dist.ProcessGroup, device: torch.device
-    ) -> SymmetricHeap:
-        """The arenas, of as many bytes on every rank. Collective. NotAvailable where there is no such memory."""
+    ) -> SymmetricHeap | None:
+        """The arenas, of as many bytes on every rank; None of a transport that needs none. Collective.
+
+        Raises:
+            NotAvailable: there is no such memory here.
+        """
         raise NotImplementedError
 
     def problem(self, heap: SymmetricHeap, world_size: int) -> str:
@@ -115,6 +122,15 @@ class Transport:
 
     def prepare(self, heap: SymmetricHeap) -> Callable[[Any], None] | None:
         """What is called with the compiled kernel, loaded, before its first launch."""
+        return None
+
+
+class _ProcessGroup(Transport):
+    """Messages of torch.distributed: any devices on any hosts, and without Triton."""
+
+    name, device, sends_in_kernel = PROCESS_GROUP, "any", False
+
+    def open_heap(self, nbytes: int, **where: Any) -> None:
         return None
 
 
@@ -174,31 +190,31 @@ class _Put(Transport):
         return lambda compiled: heap.init_module(compiled.module)
 
 
-_TRANSPORTS: dict[str, Transport] = {x.name: x for x in (_Peer(), _Put(), _Posix())}
+_TRANSPORTS: dict[str, Transport] = {x.name: x for x in (_ProcessGroup(), _Peer(), _Put(), _Posix())}
 
 
 def register_transport(transport: Transport) -> None:
     """Makes a transport known by its name, on this rank; every rank does so before `flexsp.init_sequence_parallel`.
 
     Raises:
-        ValueError: not a Transport, a name that is taken, or a ``device`` that is neither "cuda" nor "cpu".
+        ValueError: not a Transport, a name that is taken, or a ``device`` other than "cuda", "cpu" and "any".
     """
     if not isinstance(transport, Transport):
         raise ValueError(f"transport: expected an object of a class made from Transport, got {transport!r}")
     if transport.name in (*transports(), "auto"):
         raise ValueError(f"name: expected one that no transport has, got {transport.name!r}")
-    if transport.device not in ("cuda", "cpu"):
-        raise ValueError(f"device: expected 'cuda' or 'cpu', got {transport.device!r}")
+    if transport.device not in ("cuda", "cpu", "any"):
+        raise ValueError(f"device: expected 'cuda', 'cpu' or 'any', got {transport.device!r}")
     _TRANSPORTS[transport.name] = transport
 
 
 def transports() -> tuple[str, ...]:
     """The names of all."""
-    return (PROCESS_GROUP, *_TRANSPORTS)
+    return tuple(_TRANSPORTS)
 
 
 def transport_of(name: str) -> Transport:
-    """The transport of a name other than `PROCESS_GROUP`."""
+    """The transport of a name."""
     found = _TRANSPORTS.get(name)
     if found is None:
         raise NotAvailable(f"transport {name!r} is not known on this rank: register_transport makes one known")
@@ -207,4 +223,4 @@ def transport_of(name: str) -> Transport:
 
 def in_kernel(sp: Ranks) -> bool:
     """Whether the kernel of `flexsp.scan.propagate` itself sends the group's states."""
-    return sp.schedule == "chain" and sp.transport != PROCESS_GROUP
+    return sp.schedule == "chain" and transport_of(sp.transport).sends_in_kernel

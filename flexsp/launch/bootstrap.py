@@ -99,7 +99,7 @@ def init_sequence_parallel(
     )  # fmt: skip
     dump_when_ended()
     if max(len(members) for members in everyone) > 1:
-        _attach_heap(sp, transport, heap_mib)
+        _take_transport(sp, transport, heap_mib)
     if schedule == "auto":
         sp.schedule = quicker(sp.hosts, in_kernel(sp))
     if where.type == "cuda" and data_group is not None:
@@ -211,24 +211,24 @@ def _make_groups(
     return mine
 
 
-def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
-    """Allocate the symmetric heap the transport needs, on all ranks or on none."""
-    if transport == PROCESS_GROUP or (transport == "auto" and sp.device.type != "cuda"):
-        return
+def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
+    """Takes the transport and sets aside the symmetric memory that it needs, on all ranks or on none."""
+    if transport == "auto" and sp.device.type != "cuda":
+        transport = PROCESS_GROUP
     chosen = transport_of("peer" if transport == "auto" else transport)
     heap, problem, near, of_put = None, "", False, ""
     try:
-        if sp.device.type != chosen.device:
+        if chosen.device not in (sp.device.type, "any"):
             memory, others = ("GPU", "; CPU ranks have 'posix'") if chosen.device == "cuda" else ("CPU", "")
             raise NotAvailable(f"it moves {memory} memory and this rank computes on {sp.device}{others}")
         assert sp.cpu_group is not None
         heap = chosen.open_heap(
             heap_mib << 20, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
         )
-        if transport == "auto":
+        if heap is not None and transport == "auto":
             near = all(heap.reaches(r) for r in range(sp.world_size))
             of_put = transport_of("put").problem(heap, sp.world_size)
-        else:
+        elif heap is not None:
             problem = chosen.problem(heap, sp.world_size)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         problem = f"{type(error).__name__}: {error}"

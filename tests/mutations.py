@@ -117,7 +117,7 @@ _SCAN = [
         "flexsp/comm/transport.py",
         ("return heap.local", "return heap.peer(rank)", "put maps the others' arenas", "tests/test_transport.py"),
         ("\"put\", \"cuda\", True", "\"put\", \"cuda\", False", "put has no stage", "tests/test_transport.py"),
-        ("sp.schedule == \"chain\" and sp.transport", "sp.transport", "baselines send in the kernel",
+        ("sp.schedule == \"chain\" and transport_of", "transport_of", "baselines send in the kernel",
          "tests/test_transport.py"),
     ),
     *_in(

@@ -8,6 +8,7 @@ from tests.mutate import in_file as _in
 __all__ = ["STARTING"]
 
 _GROUP = "tests/test_group.py::"
+_GROWS = "tests/test_propagate.py::test_heaps_grow_with_the_states_of_calls"
 _AUTO = "tests/test_transport.py::test_what_auto_takes"
 
 _HYBRID = "tests/test_train_hybrid.py::"
@@ -120,6 +121,16 @@ STARTING = [
         ('if name == "put" and not any(problems):', "if False:", "auto takes put where its first call fails", _AUTO),
         ('if transport != "auto" or name != "put":', "if True:", "auto takes put where nothing arrives by it", _AUTO),
         ("        sp.start_anew()\n", "", "a failed trial is remembered", _AUTO),
+        ("(sp.world_size == dist.get_world_size() or not chosen.of_world)", "True",
+         "a part of the world makes what all of it must", "tests/test_transport.py::test_which_heaps_grow"),
+    ),
+    *_in(
+        "flexsp/scan/propagate.py",
+        ("    larger.counters[:COUNTERS].copy_(channel.counters[:COUNTERS])", "    larger.counters[:COUNTERS]",
+         "a larger heap forgets a failure", _GROWS),
+        ("sp.open_heap(max(needed, 2 * had))", "sp.open_heap(needed)", "many heaps, each a little larger", _GROWS),
+        ("    sp.outgrown.append((sp.heap, channel))", "    sp.outgrown.append((heap, channel))",
+         "memory of captured graphs is lost", _GROWS),
     ),
     *_in(
         "flexsp/comm/transport.py",

@@ -95,6 +95,73 @@ def launch_of(
     return launches[0]
 
 
+def heaps_of(shape: tuple[int, ...], stages: bool, grows: bool) -> Any:
+    """In a child process: how large a heap a call of rank 1 makes, beside one of 32 MiB; else what its error says."""
+    import torch
+
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.comm.heap import SymmetricHeap
+    from flexsp.comm.transport import Transport, register_transport
+    from flexsp.exceptions import HeapTooSmall
+    from flexsp.scan.propagate import fits, propagate
+    from flexsp.scan.transitions import Transition
+    from flexsp.testing.offline import record_launches
+
+    def heap(nbytes: int) -> SymmetricHeap:
+        arena = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return SymmetricHeap(arena, [arena] * 3)
+
+    transport = Transport()
+    transport.name, transport.device, transport.stages = "some", "cuda", stages
+    register_transport(transport)
+    how = {"heap": heap(32 << 20), "open_heap": heap if grows else None, "transport": "some"}
+    sp = SequenceParallel(rank=1, world_size=3, device="meta", **how)
+    B, _, H, K, V = shape
+    assert fits(B, H, K, V, "none", sp) == grows
+    try:
+        with record_launches() as launches:
+            propagate(torch.empty(shape, device="meta"), Transition("none"), sp)
+    except HeapTooSmall as error:
+        return str(error)
+    assert len(launches) == 1
+    return sp.heap.nbytes
+
+
+def grows_in_a_graph() -> str:
+    from types import SimpleNamespace
+
+    import torch
+
+    from flexsp.exceptions import HeapTooSmall
+    from flexsp.scan.propagate import _larger
+
+    torch.cuda.is_current_stream_capturing = lambda: True
+    sp: Any = SimpleNamespace(heap=SimpleNamespace(nbytes=9), open_heap=print, device=torch.device("cuda"))
+    channel: Any = SimpleNamespace(tile_bytes=1 << 20)
+    try:
+        return str(_larger(sp, channel, 3))
+    except HeapTooSmall as error:
+        return str(error)
+
+
+def test_a_heap_does_not_grow_while_a_graph_is_captured() -> None:
+    """Its memory would be made once, by ranks that wait for each other, and the graph would be captured for it."""
+    said = in_child(grows_in_a_graph)
+    assert "did not grow, since a CUDA graph is being captured" in said and "FLEXSP_HEAP_MIB to 6 or more" in said
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_the_heap_that_a_large_state_needs(stages: bool) -> None:
+    """A state of 67 MB and four sequences: in both directions two slots for each tile, and a stage where it is sent
+    from."""
+    shape, regions = (4, 2, 64, 512, 512), 2 + stages
+    needed = 2 * (4 * 64 * 512 * 512 // 4096) * (regions * 16384 + 128)
+    assert in_child(heaps_of, shape, stages, True) == needed
+    said = in_child(heaps_of, shape, stages, False)
+    assert f"needed {needed} bytes, had {32 << 20}; set heap_mib" in said
+    assert f"FLEXSP_HEAP_MIB to {1540 if stages else 1028} or more" in said
+
+
 def compile_variants(arch: int, names: list[str]) -> dict[str, dict[str, Any]]:
     """In a child process."""
     from flexsp.testing.offline import compile_launches

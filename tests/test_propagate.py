@@ -346,6 +346,95 @@ def test_heap_too_small_says_needed_and_had() -> None:
         assert needed == 2 * 20 * (2 * 16384 + 128)
 
 
+def grown(sp: Any, rounds: list[list[ScanCall]], seed: int) -> tuple[list[float], list[int]]:
+    """Errors of calls that need larger heaps, and of those of a graph that was captured before; sizes of the heaps."""
+    sp.heap.close()
+    sp.heap = sp.open_heap(1 << 20)
+    sizes, errors, first = [], [], None
+    for calls in rounds:
+        for i, call in enumerate(calls):
+            errors.append(scan_error(sp, call, seed + i))
+        sizes.append(sp.heap.nbytes)
+        if first is None:
+            first = sp.channels["propagate"]
+            first.counters[15] = 7  # in the place of a failure mark, which larger heaps must know of, but unused
+        assert sp.channels["propagate"].counters[15] == 7
+        now, sp.channels["propagate"] = sp.channels["propagate"], first  # as the graph's launches do
+        errors += [scan_error(sp, call, seed + i) for i, call in enumerate(rounds[0])]
+        sp.channels["propagate"] = now
+    sp.check()
+    heaps = [heap for heap, _ in sp.outgrown]
+    torch.distributed.barrier(group=sp.cpu_group)
+    sp.close()
+    assert len(heaps) == len(rounds) - 1 and all(heap.nbytes == 0 for heap in heaps)
+    return errors, sizes
+
+
+def test_heaps_grow_with_the_states_of_calls(seed: int) -> None:
+    """Into memory of their own: what was captured with a smaller one goes on there."""
+    small = [ScanCall(1, 2, 64, 64, (2, 0, 1), reverse=reverse) for reverse in (False, True)]
+    larger = [ScanCall(4, 5, 64, 64, (1, 2, 0), reverse=reverse) for reverse in (False, True)]
+    dense = [ScanCall(4, 3, 64, 256, (1, 0, 1), "dense", reverse=reverse) for reverse in (True, False)]
+    options: dict[str, Any] = {"transport": "posix", "env": INTERPRETED, "fresh_sp": True}
+    for errors, sizes in run_ranks(grown, 3, [small, larger, dense], seed, **options):
+        assert max(errors) < 1e-5, errors
+        assert sizes == [1 << 20, 2 << 20, 4 << 20]
+
+
+def grows_apart(sp: Any, heads: list[int]) -> Any:
+    from flexsp.exceptions import FlexspError
+    from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
+
+    sp.heap.close()
+    sp.heap = sp.open_heap(1 << 20)
+    try:
+        propagate(torch.zeros(1, 2, heads[sp.rank], 64, 64), Transition("none"), sp)
+        sp.check()
+    except FlexspError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("heads", [[50, 60], *slow([50, 2])])
+def test_ranks_that_do_not_grow_alike_say_so(heads: list[int]) -> None:
+    from flexsp.exceptions import PeerMismatch, PeerTimeout
+
+    options: dict[str, Any] = {"transport": "posix", "env": INTERPRETED, "sp_timeout_s": 4.0, "own_processes": True}
+    answers = run_ranks(grows_apart, 2, heads, **options)
+    kind = PeerMismatch if min(heads) > 15 else PeerTimeout
+    assert all(isinstance(error, kind) for error in answers), answers
+    if kind is PeerMismatch:
+        assert "a symmetric heap of 3289600 bytes" in str(answers[0]), answers
+
+
+def has_no_room(sp: Any) -> str:
+    from flexsp.comm import posix
+    from flexsp.exceptions import HeapTooSmall
+    from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
+
+    sp.heap.close()
+    sp.heap, create = sp.open_heap(1 << 20), posix._create
+    posix._create = lambda path, nbytes: create(path, nbytes if sp.rank else 1 << 50)
+    try:
+        with pytest.raises(HeapTooSmall) as caught:
+            propagate(torch.zeros(1, 2, 20, 64, 64), Transition("none"), sp)
+    finally:
+        posix._create = create
+    states = torch.ones(1, 2, 2, 64, 64)  # other calls go on
+    propagate(states, Transition("none"), sp)
+    sp.check()
+    assert states[0, 1, 0, 0, 0] == 2 + sp.rank
+    return str(caught.value)
+
+
+def test_where_a_heap_cannot_grow_the_error_names_the_setting() -> None:
+    for said in run_ranks(has_no_room, 2, transport="posix", env=INTERPRETED, fresh_sp=True):
+        assert "had 1048576 and did not grow, since NotAvailable: posix heap: rank 0: " in said
+        assert "FLEXSP_HEAP_MIB to 2 or more, on all ranks" in said
+
+
 def bad_inputs(sp: Any) -> None:
     from flexsp.scan.propagate import propagate
     from flexsp.scan.transitions import Transition

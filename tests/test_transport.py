@@ -192,6 +192,28 @@ def lengths(sp: Any) -> Any:
     return sp.lengths
 
 
+@pytest.mark.parametrize(
+    ("of_world", "ranks", "heap_mib", "size", "grows"),
+    [(True, 3, None, 32, True), (True, 2, None, 256, False), (False, 2, None, 32, True), (False, 3, 7, 7, False)],
+)
+def test_which_heaps_grow(
+    of_world: bool, ranks: int, heap_mib: int | None, size: int, grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Not one whose size was given; nor one that all ranks of the world have to make, for a part of them."""
+    from flexsp.launch import bootstrap
+
+    opened: list[int] = []
+    monkeypatch.setattr(module, "_TRANSPORTS", dict(module._TRANSPORTS))
+    mine = Mine()
+    mine.of_world, mine.open_heap = of_world, lambda nbytes, **where: opened.append(nbytes) or heap(0, 1, 2)  # type: ignore
+    register_transport(mine)
+    monkeypatch.setattr(bootstrap.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(bootstrap.dist, "all_gather_object", lambda rows, mine: rows.__setitem__(slice(3), [mine] * 3))
+    sp: Any = SimpleNamespace(device=torch.device("cpu"), cpu_group=1, world_size=ranks, rank=0, global_ranks=[0, 1, 2])
+    bootstrap._take_transport(sp, "mine", heap_mib)
+    assert opened == [size << 20] and (sp.open_heap is not None) == grows
+
+
 def sends_as_the_guide(sp: Any, folder: str) -> Any:
     """What the guide's transport makes of a state: on its way from rank 0, and doubled by a wrong copy of it."""
     import flexsp

@@ -57,6 +57,9 @@ class Call:
         return torch.tensor([i * total // self.packed for i in range(self.packed + 1)], device=_GPU)
 
 
+_FIRST_HEAP = 1 << 20  # bytes of one that grows
+
+
 @dataclass(frozen=True)
 class Step:
     """`run` makes the layer's tensors and runs it, forward and backward."""
@@ -72,14 +75,23 @@ class _Heap(SymmetricHeap):
         return group_rank
 
 
-def roles(ranks: int, transport: str, schedule: str, heap_bytes: int) -> Iterator[SequenceParallel]:
-    """Groups seen from ranks whose kernels differ: the first, one in the middle and the last one."""
+def roles(ranks: int, transport: str, schedule: str, heap_bytes: int | None) -> Iterator[SequenceParallel]:
+    """Groups seen from ranks whose kernels differ: the first, one in the middle and the last one.
+
+    Args:
+        heap_bytes: of a heap that keeps its size; None for one that grows.
+    """
+
+    def heap(nbytes: int) -> SymmetricHeap:
+        arena = torch.empty(nbytes, dtype=torch.uint8, device=_GPU)
+        return _Heap(arena, [arena] * ranks)
+
     for rank in sorted({0, min(1, ranks - 1), ranks - 1}):
-        arena = torch.empty(heap_bytes, dtype=torch.uint8, device=_GPU)
-        heap = _Heap(arena, [arena] * ranks)
         yield SequenceParallel(
-            rank=rank, world_size=ranks, device=_GPU, transport=transport, schedule=schedule, heap=heap
-        )
+            rank=rank, world_size=ranks, device=_GPU, transport=transport, schedule=schedule,
+            heap=heap(_FIRST_HEAP if heap_bytes is None else heap_bytes),
+            open_heap=heap if heap_bytes is None else None,
+        )  # fmt: skip
 
 
 @contextmanager

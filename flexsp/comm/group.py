@@ -163,9 +163,11 @@ class SequenceParallel(Ranks):
         if GROUPS.pop(self.id, None) is None:
             return
         self.channels.clear()
-        if self.heap is not None:
-            self.heap.close()
-            self.heap = None
+        for heap in (*[heap for heap, _ in self.outgrown], self.heap):
+            if heap is not None:
+                heap.close()
+        self.heap = self.open_heap = None
+        self.outgrown.clear()
         if dist.is_initialized():
             for group in (self.group, self.cpu_group):
                 if group is not None:

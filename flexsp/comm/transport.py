@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm.heap import SymmetricHeap
+from flexsp.comm.process_group import compare_text
 from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "PROCESS_GROUP", "Transport", "create_heap", "in_kernel", "register_transport", "transport_of", "transports",
+    "PROCESS_GROUP", "Transport", "create_heap", "in_kernel", "open_further", "register_transport", "transport_of",
+    "transports",
 ]  # fmt: skip
 
 PROCESS_GROUP = "process_group"
@@ -80,12 +82,15 @@ class Transport:
         sends_in_kernel: whether the kernel sends. If not, torch.distributed does between kernels, and `open_heap` is
             all of this class that is called.
         stages: whether `push` sends from memory of the arena, where it puts the tile first.
+        of_world: whether `open_heap` is collective over the default process group, as NVSHMEM's heaps are. A group
+            that is a part of it then cannot set aside more memory in a call, which other groups may not make.
     """
 
     name: str
     device: str
     sends_in_kernel: bool = True
     stages: bool = False
+    of_world: bool = True
 
     def open_heap(
         self, nbytes: int, *, rank: int, global_ranks: Sequence[int], cpu_group: dist.ProcessGroup, device: torch.device
@@ -150,7 +155,7 @@ class _Peer(Transport):
 class _Posix(_Peer):
     """The same kernel under Triton's interpreter: CPU processes with shared memory."""
 
-    name, device, heap = "posix", "cpu", "posix"
+    name, device, heap, of_world = "posix", "cpu", "posix", False
 
 
 class _Put(Transport):
@@ -219,6 +224,15 @@ def transport_of(name: str) -> Transport:
     if found is None:
         raise NotAvailable(f"transport {name!r} is not known on this rank: register_transport makes one known")
     return found
+
+
+def open_further(sp: Ranks, transport: Transport, nbytes: int) -> SymmetricHeap | None:
+    """A heap beside those that the group has. Collective over the group, and the host waits for the other ranks."""
+    compare_text(sp, f"call {sp.calls + 1}: a symmetric heap of {nbytes} bytes", "setting aside symmetric memory")
+    assert sp.cpu_group is not None
+    return transport.open_heap(
+        nbytes, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
+    )
 
 
 def in_kernel(sp: Ranks) -> bool:

@@ -11,6 +11,7 @@ import os
 import socket
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.comm.transport import PROCESS_GROUP, in_kernel, transport_of, transports
+from flexsp.comm.transport import PROCESS_GROUP, in_kernel, open_further, transport_of, transports
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
 from flexsp.launch.termination import dump_when_ended
 from flexsp.scan.cost import quicker
@@ -28,6 +29,8 @@ from flexsp.scan.schedules import SCHEDULES
 __all__ = ["init_sequence_parallel"]
 
 _TRIAL_S = 30.0
+_FIRST_MIB = 32  # of a heap that may grow
+_FIXED_MIB = 256  # of one that may not
 
 
 def init_sequence_parallel(
@@ -51,7 +54,10 @@ def init_sequence_parallel(
             "auto". On CUDA that is "peer" if every rank's memory can be mapped here; else "put", if its device library
             is there and a small state has arrived everywhere by it; else "process_group", with a warning that says why.
             On the CPU it is "process_group".
-        heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
+        heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB. It then keeps this size. Without either
+            it begins with 32 and grows in calls whose states need more, for which the ranks' hosts wait for each other;
+            a captured graph keeps the memory that it was captured with. Where NVSHMEM gives the memory and the group is
+            a part of the world, it is 256 and does not grow.
         schedule: "chain" (default); "hierarchical", for many hosts, by torch.distributed in any case; "auto",
             that one of the two which `flexsp.scan.cost` expects to be quicker, on one host always "chain"; or a
             baseline: "serial", "pipelined", "all_gather".
@@ -68,7 +74,8 @@ def init_sequence_parallel(
     _choice("transport", transport, ("auto", *transports()))
     _choice("schedule", schedule, (*SCHEDULES, "auto"))
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
-    heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
+    if heap_mib is not None or "FLEXSP_HEAP_MIB" in os.environ:
+        heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", _FIRST_MIB))
     where = _device(device)
     check_calls, per_host = checks_wanted(), _ranks_per_host()
     try:
@@ -211,11 +218,13 @@ def _make_groups(
     return mine
 
 
-def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
+def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int | None) -> None:
     """Takes the transport and sets aside the symmetric memory that it needs, on all ranks or on none."""
     if transport == "auto" and sp.device.type != "cuda":
         transport = PROCESS_GROUP
     chosen = transport_of("peer" if transport == "auto" else transport)
+    grows = heap_mib is None and (sp.world_size == dist.get_world_size() or not chosen.of_world)
+    nbytes = (heap_mib if heap_mib is not None else _FIRST_MIB if grows else _FIXED_MIB) << 20
     heap, problem, near, of_put = None, "", False, ""
     try:
         if chosen.device not in (sp.device.type, "any"):
@@ -223,7 +232,7 @@ def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int) -> None
             raise NotAvailable(f"it moves {memory} memory and this rank computes on {sp.device}{others}")
         assert sp.cpu_group is not None
         heap = chosen.open_heap(
-            heap_mib << 20, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
+            nbytes, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
         )
         if heap is not None and transport == "auto":
             near = all(heap.reaches(r) for r in range(sp.world_size))
@@ -242,12 +251,13 @@ def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int) -> None
             problems = [text for _, _, text in reports]
     if not any(problems):
         sp.heap, sp.transport = heap, name
+        sp.open_heap = partial(open_further, sp, chosen) if grows and heap is not None else None
         if transport != "auto" or name != "put":
             return
         dist.all_gather_object(problems, _trial(sp))
         if not any(problems):
             return
-        sp.heap, sp.transport = None, PROCESS_GROUP
+        sp.heap, sp.open_heap, sp.transport = None, None, PROCESS_GROUP
         sp.start_anew()
     if heap is not None:
         heap.close()

@@ -252,8 +252,8 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     text = "of the ranks (default chain)"
     parser.add_argument("--schedule", default="chain", choices=SCHEDULES, help=text)
     _transport_arguments(parser, "of chain", "peer", [x for x in transports() if transport_of(x).device != "cpu"])
-    text = "FLEXSP_HEAP_MIB of the ranks (default 256)"
-    parser.add_argument("--heap", type=int, default=256, metavar="MIB", help=text)
+    text = "FLEXSP_HEAP_MIB of the ranks (default: not set, so that calls get what they need)"
+    parser.add_argument("--heap", type=int, metavar="MIB", help=text)
     text = "such as h100, h200 or sm_90, which need not be here (default: the GPU that is here)"
     parser.add_argument("--gpu", help=text)
     text = "CUDA release of torch on the GPU's machine, such as 12.8, which limits the release of ptxas (default: here)"

@@ -7,11 +7,12 @@ which no other rank waits for.
 Where a segment has a cut, what leaves the rank does not depend on what arrives. So the tile is pushed before the wait.
 If the wait then fails, the tile is gone, and the next rank hears of the failure in its next call.
 
-Each rank has an arena. For each direction it holds two slots of ``max_tiles`` tiles of 16 KiB (for the ``put``
-transport a third one, the stage), and a control block of 128 bytes for each tile. A control block has the ready flags
-of the two slots, which the sending rank writes, and the credit, which the receiving rank writes. Epochs are counted for
-each tile in local device memory, so that a captured CUDA graph counts on when it is replayed. Epoch e of a tile uses
-slot e % 2. Its sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
+Each rank has an arena, and a larger one from the first call on whose states do not fit. For each direction it holds two
+slots of ``max_tiles`` tiles of 16 KiB (for the ``put`` transport a third one, the stage), and a control block of 128
+bytes for each tile. A control block has the ready flags of the two slots, which the sending rank writes, and the
+credit, which the receiving rank writes. Epochs are counted for each tile in local device memory, so that a captured
+CUDA graph counts on when it is replayed. Epoch e of a tile uses slot e % 2. Its sender waits for the credit of
+epoch e - 2, so a slow receiver is never overrun.
 
 Import this module only where Triton is needed.
 """
@@ -33,7 +34,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.recorder import ended
 from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
-from flexsp.exceptions import HeapTooSmall, NotAvailable
+from flexsp.exceptions import BetweenRanks, HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
 from flexsp.scan import segments
 from flexsp.scan.dense import load_dense, through
@@ -231,11 +232,38 @@ class _Channel:
     prepare: Any
 
 
-def _channel(sp: SequenceParallel) -> _Channel:
+def _channel(sp: SequenceParallel, tiles: int = 0) -> _Channel:
+    """The one that calls use now, which holds so many tiles."""
     channel = sp.channels.get("propagate")
     if channel is None:
         channel = sp.channels["propagate"] = _open_channel(sp)
+    if tiles > channel.max_tiles:
+        channel = sp.channels["propagate"] = _larger(sp, channel, tiles)
     return channel
+
+
+def _larger(sp: SequenceParallel, channel: _Channel, tiles: int) -> _Channel:
+    """A channel of another heap, for so many tiles. All ranks come here in the same call, whose states look alike.
+
+    The heap and the channel before stay: kernels that are under way and captured graphs go on with them, on all ranks.
+    Each heap is at least twice as large as the one before, so that together they are less than twice the last one.
+    """
+    needed, had = 2 * tiles * channel.tile_bytes, sp.heap.nbytes
+    if sp.open_heap is None:
+        raise HeapTooSmall(needed, had)
+    if sp.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise HeapTooSmall(needed, had, "a CUDA graph is being captured, before which a call of this size lets it grow")
+    try:
+        heap = sp.open_heap(max(needed, 2 * had))
+    except BetweenRanks:
+        raise
+    except Exception as error:
+        raise HeapTooSmall(needed, had, f"{type(error).__name__}: {error}") from error
+    sp.outgrown.append((sp.heap, channel))
+    sp.heap = heap
+    larger = _open_channel(sp)
+    larger.counters[:COUNTERS].copy_(channel.counters[:COUNTERS])  # a failure that the next rank has yet to hear of
+    return larger
 
 
 def _open_channel(sp: SequenceParallel) -> _Channel:
@@ -306,8 +334,9 @@ def propagate(
         call: the op that needs it, the same text on every rank.
 
     Raises:
-        ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
-        call failed; a call that fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
+        ValueError: bad shapes. HeapTooSmall: the states do not fit the arena, which cannot grow. PeerTimeout,
+        PeerMismatch: an earlier call failed, or ranks that need larger arenas do not make the same call; a call that
+        fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
     """
     _validate(states, transition, reverse)
     chained = sp is not None and sp.world_size > 1 and passes
@@ -324,8 +353,8 @@ def propagate(
 
 
 def fits(B: int, H: int, K: int, V: int, kind: str, sp: SequenceParallel) -> bool:
-    """Whether the arenas of ``sp`` hold such states: alike on all ranks."""
-    return _tiles(kind, B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
+    """Whether the arenas of ``sp`` hold such states, or grow until they do: alike on all ranks."""
+    return sp.open_heap is not None or _tiles(kind, B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
 
 
 def _tiles(kind: str, B: int, H: int, K: int, V: int, size: int) -> Tiles:
@@ -372,12 +401,10 @@ def _launch(
         if grid[0]:
             launch(kernel, grid, (states, a, cut, folded, *[None] * 5, *numbers), constants, options)
         return
-    channel = _channel(sp)
     tiles = _tiles(kind, B, H, K, V, CHAIN_TILE)
     if tiles.count == 0:
         return
-    if tiles.count > channel.max_tiles:
-        raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
+    channel = _channel(sp, tiles.count)
     edge = channel.edges[reverse]
     signature = signature_of(states, kind, reverse, call)
     has_in, has_out = edge.source is not None, edge.target is not None

@@ -134,6 +134,26 @@ class Engine(ABC):
         engine, asked = cls.of(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
         return operators.run(engine.executable(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
 
+    @classmethod
+    def run_both(
+        cls, first: tuple[str, list[torch.Tensor], Optional], second: tuple[str, list[torch.Tensor], Optional],
+        cu_seqlens: Optional, *, output_final_state: bool, sp: SequenceParallel | None, scale: float = 1.0,
+    ) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:  # fmt: skip
+        """Outputs and final states of two calls (form, tensors, initial states) over the same tokens, whose states the
+        ranks exchange together. All tensors are `plain`."""
+        untransformed(cls.title, IN_PYTORCH)
+        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)
+        n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        group, parts = sp if sp is not None and sp.world_size > 1 else None, []
+        shard: Shard | None = None
+        for form, tensors, initial in (first, second):
+            initial = None if initial is None else initial.contiguous()
+            engine, asked = cls.of(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
+            shard = engine._shard(asked) if shard is None else shard  # which ranks may ask each other for
+            parts.append(operators.Part(engine.executable(asked), f"{cls.kind}|{form}", tensors, initial))
+        assert shard is not None
+        return operators.run_both(parts[0], parts[1], cu_seqlens, shard, scale)
+
     def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""
         tiling, group = self.tiling(asked), asked.group

@@ -25,16 +25,18 @@ from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
+from flexsp.scan.both import Scan, propagate_both
 from flexsp.scan.propagate import local_launch, propagate
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["CallSpec", "Executable", "aligned_16"]
+__all__ = ["CallSpec", "Executable", "Run", "aligned_16", "run_both"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
 Strides = tuple[int, int, int]
 _F32 = torch.float32
 _P = TypeVar("_P", bound=LaunchPlan)
+_R = TypeVar("_R")
 
 
 class CallSpec:
@@ -107,6 +109,15 @@ class Backward:
     steps: list[Step]
     scratch: Workspace
     makes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Run(Generic[_R]):
+    """A pass of one call whose steps are still to run; `results` gives what it returns when they have."""
+
+    steps: list[Step]
+    frame: Frame
+    results: Callable[[], _R]
 
 
 class Executable(Generic[_P]):
@@ -303,6 +314,15 @@ class Executable(Generic[_P]):
 
         `last`: there is no backward pass, and one piece of memory for all.
         """
+        run = self.forward_run(tensors, initial, table, filled, last)
+        run_steps(run.steps, run.frame, self.device)
+        return run.results()
+
+    def forward_run(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
+        last: bool = False,
+    ) -> Run[tuple[torch.Tensor, Optional, torch.Tensor]]:  # fmt: skip
+        """`run_forward`, whose steps are still to run."""
         given = self.inputs(tensors, initial, table)
         o = given["o"] = self.empty(*self.out, dtype=self.dtype)
         final = None
@@ -316,10 +336,13 @@ class Executable(Generic[_P]):
         if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
-        run_steps(self.forward, frame, self.device)
-        if self._has_look and checks_wanted():
-            self.plan.look(frame)
-        return o, final, saved
+
+        def results() -> tuple[torch.Tensor, Optional, torch.Tensor]:
+            if self._has_look and checks_wanted():
+                self.plan.look(frame)
+            return o, final, saved
+
+        return Run(self.forward, frame, results)
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences."""
@@ -335,6 +358,15 @@ class Executable(Generic[_P]):
         Args:
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
         """
+        run = self.backward_run(tensors, initial, saved, table, do, dfinal, want_dinitial, wanted)
+        run_steps(run.steps, run.frame, self.device)
+        return run.results()
+
+    def backward_run(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
+        do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
+    ) -> Run[tuple[list[Optional], Optional]]:  # fmt: skip
+        """`run_backward`, whose steps are still to run."""
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.plan.aligned_gradient:
             well = well and do.data_ptr() % 16 == 0 and aligned_16(self.given.strides_of(do))
@@ -354,12 +386,15 @@ class Executable(Generic[_P]):
                 given[grad] = self.empty(*shape, dtype=self._gradient_type(name, x))
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        run_steps(back.steps, frame, self.device)
-        grads = [
-            self._gradient(frame[grad], name, x) if grad in back.makes else None
-            for (name, grad), x in zip(self.gradients, tensors, strict=True)
-        ]
-        return grads, dinitial
+
+        def results() -> tuple[list[Optional], Optional]:
+            grads = [
+                self._gradient(frame[grad], name, x) if grad in back.makes else None
+                for (name, grad), x in zip(self.gradients, tensors, strict=True)
+            ]
+            return grads, dinitial
+
+        return Run(back.steps, frame, results)
 
     def _as_kept(self, saved: torch.Tensor, initial: Optional, table: Optional) -> tuple[torch.Tensor, Optional]:
         """What the forward pass left, as kernels read it; ValueError where hooks on saved tensors gave back others."""
@@ -402,14 +437,46 @@ def propagate_step(
     """
     B, n_seg, H, K, V = shape
     if sp_id >= 0:
-
-        def over_ranks(frame: Frame) -> None:
-            through = Transition(kind, *(None if name is None else frame[name] for name in (a, cut)))
-            propagate(frame[states].view(B, -1, H, K, V), through, get_sp(sp_id), reverse=reverse, call=call)
-
-        return over_ranks
+        return _OverRanks(states, a, cut, (B, -1, H, K, V), kind, reverse, sp_id, call)
     kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
     return KernelLaunch(kernel, (*grid, 1, 1), [states, a, cut, *[None] * 6], numbers, constants, options)
+
+
+@dataclass(frozen=True)
+class _OverRanks:
+    """A scan over ranks as a step; attributes are those of `propagate_step`."""
+
+    states: str
+    a: str | None
+    cut: str | None
+    shape: tuple[int, ...]
+    kind: str
+    reverse: bool
+    sp_id: int
+    call: str
+
+    def __call__(self, frame: Frame) -> None:
+        propagate(*self.of(frame), get_sp(self.sp_id), reverse=self.reverse, call=self.call)
+
+    def of(self, frame: Frame) -> tuple[torch.Tensor, Transition]:
+        through = Transition(self.kind, *(None if name is None else frame[name] for name in (self.a, self.cut)))
+        return frame[self.states].view(self.shape), through
+
+
+def run_both(first: Run[Any], second: Run[Any], device: torch.device) -> None:
+    """Runs the steps of two calls over the same tokens; over ranks, their states travel together."""
+    runs, scans = (first, second), []
+    for run in runs:
+        at, scan = next(((i, x) for i, x in enumerate(run.steps) if isinstance(x, _OverRanks)), (len(run.steps), None))
+        run_steps(run.steps[:at], run.frame, device)
+        scans += [] if scan is None else [(at, scan, Scan(*scan.of(run.frame)))]
+    if not scans:
+        return
+    (_, one, first_scan), (_, two, second_scan) = scans
+    call = f"{one.call} and {two.call}"
+    propagate_both(first_scan, second_scan, get_sp(one.sp_id), reverse=one.reverse, call=call)
+    for run, (at, *_) in zip(runs, scans, strict=True):
+        run_steps(run.steps[at + 1 :], run.frame, device)
 
 
 def _in_pytorch(spec: LaunchSpec) -> Step:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
 
 __all__ = [
-    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes", "outputs",
-    "plain", "run", "serve", "wants_final",
+    "Asked", "Part", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes",
+    "outputs", "plain", "run", "run_both", "serve", "wants_final",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
@@ -219,11 +219,20 @@ def gradients(
     dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
 ) -> tuple[list[Optional], Optional]:  # fmt: skip
     """`Operation.backward` with an executable."""
+    return executable.run_backward(
+        *_gradient_arguments(executable, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
+    )  # fmt: skip
+
+
+def _gradient_arguments(
+    executable: Executable[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Saved, do: Optional,
+    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
+) -> tuple[Any, ...]:  # fmt: skip
     saved, table = kept
     if do is None:
         do = executable.empty(*executable.out, dtype=executable.dtype).zero_()
     names = frozenset([name for name, wants in zip(executable.names, wanted, strict=True) if wants])
-    return executable.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names)
+    return tensors, initial, saved, table, do, dfinal, want_dinitial, names
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -442,3 +451,112 @@ def run(
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
     asked = key, sp_id, plan.n_docs, scale, plan.returns_final
     return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)
+
+
+# Two calls ------------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """One of two calls: what `run` takes of it."""
+
+    executable: Executable[Any]
+    key: str
+    tensors: Sequence[torch.Tensor]
+    initial: Optional
+
+
+class _BothFunction(torch.autograd.Function):
+    """Two calls of the same tokens as `_Function` does one, each with its executable and the table."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Optional, ...]:
+        executables, tables, asked, _, first, second, *tensors = given
+        n, (_, sp, *_) = len(executables[0].names), asked[0]
+        parts = (tensors[:n], first, tables[0]), (tensors[n:], second, tables[1])
+        runs = [each.forward_run(*part) for each, part in zip(executables, parts, strict=True)]
+        (o, final, saved), (o2, final2, saved2) = _run_together(runs, executables[0].device)
+        ctx.save_for_backward(*tensors, first, saved, tables[0], second, saved2, tables[1])
+        ctx.executables, ctx.asked = executables, asked
+        ctx.operations = [_operation(key) for key, *_ in asked]  # which must not end before the backward pass
+        ctx.number = get_sp(sp).number() if sp >= 0 else 0
+        ctx.device, ctx.dtypes = tensors[0].device, _dtypes(tensors, first)
+        ctx.set_materialize_grads(False)
+        return o, final, o2, final2
+
+    @staticmethod
+    def backward(ctx: Any, do, dfinal, do2, dfinal2):  # type: ignore[no-untyped-def]
+        refusal = ctx.executables[0].plan.name, IN_PYTORCH
+        first_only(*refusal)
+        untransformed(*refusal, do, dfinal, do2, dfinal2)
+        *tensors, initial, saved, table, initial2, saved2, table2 = ctx.saved_tensors
+        same_place(ctx.device, *tensors, initial, saved, table, initial2, saved2, table2)
+        if _dtypes(tensors, initial) != ctx.dtypes:
+            changed("dtypes", ctx.dtypes, _dtypes(tensors, initial))
+        grads_in = [x.detach() if x is not None and x.requires_grad else x for x in (do, dfinal, do2, dfinal2)]
+        n, needs = len(ctx.executables[0].names), ctx.needs_input_grad
+        wanted, sp = [*needs[-len(tensors) :]], ctx.asked[0][1]
+        want_dinitials = [x is not None and needs[i] for i, x in ((4, initial), (5, initial2))]
+        parts = (
+            (tensors[:n], initial, (saved, table), *grads_in[:2], wanted[:n], want_dinitials[0]),
+            (tensors[n:], initial2, (saved2, table2), *grads_in[2:], wanted[n:], want_dinitials[1]),
+        )
+        with contextlib.nullcontext() if sp < 0 else get_sp(sp).answering(ctx.number):
+            if plain(*grads_in, *tensors):
+                executables = [x.of(*part[:2]) for x, part in zip(ctx.executables, parts, strict=True)]
+                found = _gradients_of_both(executables, parts)
+            else:
+                found = []
+                for (key, _, n_docs, scale, want_final), part in zip(ctx.asked, parts, strict=True):
+                    xs, start, kept, dy, dlast, wants, want_dinitial = part
+                    given = key, xs, start, *kept, dy, dlast, n_docs, scale, want_final, wants, want_dinitial
+                    *grads, dstart = _call(_backwards[len(xs)], sp, *given)
+                    found.append((grads, dstart))
+        grads = [*found[0][0], *found[1][0]]
+        grads = [dx if wants else None for dx, wants in zip(grads, wanted, strict=True)]
+        dinitials = [x if wants else None for (_, x), wants in zip(found, want_dinitials, strict=True)]
+        return None, None, None, None, *dinitials, *grads
+
+
+def _run_together(runs: Sequence[Any], device: torch.device) -> list[Any]:
+    from flexsp.kernels.executable import run_both as run_steps  # it needs Triton
+
+    first, second = runs
+    run_steps(first, second, device)
+    return [first.results(), second.results()]
+
+
+def _gradients_of_both(executables: Sequence[Executable[Any]], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+    runs = []
+    for executable, (tensors, initial, kept, do, dfinal, wanted, want_dinitial) in zip(executables, parts, strict=True):
+        do, dfinal = [x if x is None else x.resolve_neg() for x in (do, dfinal)]
+        given = _gradient_arguments(executable, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
+        runs.append(executable.backward_run(*given))
+    return _run_together(runs, executables[0].device)
+
+
+@step
+def run_both(
+    first: Part, second: Part, cu_seqlens: Optional, shard: Shard, scale: float = 1.0
+) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+    """Outputs and final states of two calls over the same tokens, as `run` gives each; ranks exchange the states of
+    both together, in both directions."""
+    parts, executables = (first, second), (first.executable, second.executable)
+    chained = first.executable.chained
+    tables = [table_of(x, cu_seqlens, shard) for x in executables]
+    given = [x for part in parts for x in (*part.tensors, part.initial) if x is not None]
+    backward = torch.is_grad_enabled() and (chained or any([x.requires_grad for x in given]))
+    for part in parts:
+        if backward or not part.executable.plan.surely_fits:
+            part.executable.precompile(part.tensors, part.initial, backward)
+    if not backward:
+        runs = [
+            x.executable.forward_run(x.tensors, x.initial, table, last=True)
+            for x, table in zip(parts, tables, strict=True)
+        ]
+        (o, final, _), (o2, final2, _) = _run_together(runs, executables[0].device)
+        return o, final, o2, final2
+    sp = get_sp(executables[0].sp_id) if chained else None
+    sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
+    asked = [(x.key, sp_id, x.executable.plan.n_docs, scale, x.executable.plan.returns_final) for x in parts]
+    inputs = first.initial, second.initial, *first.tensors, *second.tensors
+    return _BothFunction.apply(executables, tables, asked, anchor, *inputs)

@@ -13,13 +13,14 @@ from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.tiling import NAME, make_tiling
 from flexsp.kernels.engine import Engine, asks_for_kernels, neighbours, register
 from flexsp.kernels.functions import Like
+from flexsp.kernels.operators import plain
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
     from flexsp.kernels.operators import Asked
 
-__all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
+__all__ = ["Diagonal", "Ssd", "diagonal", "diagonal_pair", "ssd"]
 
 
 class Diagonal(Engine):
@@ -163,24 +164,12 @@ def diagonal(
         raise ValueError(f"w: expected {expected}; got {q.shape[2]} heads and {v.shape[-1]} channels")
     if i is not None and g is None and g_gamma is None:
         raise ValueError("i: expected write gates beside g or g_gamma; got neither of these")
-    gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
-    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
-    call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
-    call += "" if turned is None else ", turned"
-    call += "" if cu_seqlens is None else ", packed"
-    if type(scale) is float:  # else symbolic
-        call += f", scale {scale}"
-    gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
-    others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
     angles = {} if turned is None else {_TURNED[pairwise]: turned}
-    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *angles.values()]
-    form = f"{','.join([*gates[:1], *others, *angles])}|{rows}|{call}"
+    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, angles)
     if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
-        by_head = tensors[3 : len(tensors) - len(angles)]
-        repeated = [blocks.repeated(x, x.dim() - 1) for x in by_head]
         o, final = Diagonal.run(
-            form, [q, k, blocks.values(v), *repeated, *angles.values()], blocks.states(initial_state), cu_seqlens,
+            form, _in_blocks(blocks, tensors, len(angles)), blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
@@ -188,6 +177,71 @@ def diagonal(
         Diagonal.kind, form, tensors, initial_state, cu_seqlens, output_final_state=output_final_state, sp=sp,
         scale=scale,
     )  # fmt: skip
+
+
+def _described(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None,
+    w: torch.Tensor | None, i: torch.Tensor | None, scale: float, packed: bool, op: str, rows: int,
+    angles: dict[str, torch.Tensor],
+) -> tuple[str, list[torch.Tensor]]:  # fmt: skip
+    """The form and the tensors of a call of `diagonal`."""
+    gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
+    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
+    call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
+    call += ", turned" if angles else ""
+    call += ", packed" if packed else ""
+    if type(scale) is float:  # else symbolic
+        call += f", scale {scale}"
+    gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
+    others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
+    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *angles.values()]
+    return f"{','.join([*gates[:1], *others, *angles])}|{rows}|{call}", tensors
+
+
+def _in_blocks(blocks: ColumnBlocks, tensors: list[torch.Tensor], angles: int = 0) -> list[torch.Tensor]:
+    """q, k, v and what heads have besides, where blocks of columns are heads. The last tensors are angles of keys."""
+    end = len(tensors) - angles
+    by_head = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:end]]
+    return [*tensors[:2], blocks.values(tensors[2]), *by_head, *tensors[end:]]
+
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def diagonal_pair(
+    q: torch.Tensor, k: torch.Tensor, values: tuple[torch.Tensor, torch.Tensor], g: torch.Tensor,
+    i: torch.Tensor | None, *, scale: float, initial_states: Pair, output_final_state: bool,
+    cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, ops: tuple[str, str],
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Pair]:  # fmt: skip
+    """`diagonal` for the first values with write gates i, and for the second ones without: (outputs, final states).
+
+    Ranks exchange the states of both together, but in graphs and traces of kernels, where each is an operator. Outputs
+    may have a wider dtype than the values.
+    """
+    (v, u), (start, start2), packed = values, initial_states, cu_seqlens is not None
+    how: dict[str, Any] = {
+        "scale": scale, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens, "sp": sp,
+    }  # fmt: skip
+    if not asks_for_kernels(q.is_cuda, q.dtype):  # columns of a state do not act on each other
+        wide, columns = torch.promote_types(q.dtype, torch.float32), [v.shape[-1], u.shape[-1]]
+        weighted = v.to(wide) if i is None else v.to(wide) * i.to(wide).exp().unsqueeze(-1)
+        initial = None if start is None or start2 is None else torch.cat([start, start2], -1)
+        both = torch.cat([weighted, u.to(wide)], -1)
+        found, final = diagonal(q, k, both, g, initial_state=initial, op=f"{ops[0]} and {ops[1]}", **how)
+        (o, o2), parts = found.split(columns, -1), (None, None) if final is None else final.split(columns, -1)
+        return (o, o2), (parts[0], parts[1])
+    if not plain(q, k, v, u, g, i, start, start2, cu_seqlens):
+        o, final = diagonal(q, k, v, g, i=i, initial_state=start, op=ops[0], **how)
+        o2, final2 = diagonal(q, k, u, g, initial_state=start2, op=ops[1], **how)
+        return (o, o2), (final, final2)
+    blocks = ColumnBlocks.of(v.shape[-1])
+    form, tensors = _described(q, k, v, g, None, None, i, scale, packed, ops[0], 1, {})
+    form2, tensors2 = _described(q, k, u, g, None, None, None, scale, packed, ops[1], 1, {})
+    o, final, o2, final2 = Diagonal.run_both(
+        (form, _in_blocks(blocks, tensors), blocks.states(start)), (form2, tensors2, start2), cu_seqlens,
+        output_final_state=output_final_state, sp=sp, scale=scale,
+    )  # fmt: skip
+    return (blocks.outputs(o), o2), (blocks.joined(final), final2)
 
 
 def ssd(

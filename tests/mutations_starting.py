@@ -9,6 +9,7 @@ __all__ = ["STARTING"]
 
 _GROUP = "tests/test_group.py::"
 _GROWS = "tests/test_propagate.py::test_heaps_grow_with_the_states_of_calls"
+_TOGETHER = "tests/test_exchanges.py::test_two_scans_travel_together"
 _AUTO = "tests/test_transport.py::test_what_auto_takes"
 
 _HYBRID = "tests/test_train_hybrid.py::"
@@ -131,6 +132,20 @@ STARTING = [
         ("sp.open_heap(max(needed, 2 * had))", "sp.open_heap(needed)", "many heaps, each a little larger", _GROWS),
         ("    sp.outgrown.append((sp.heap, channel))", "    sp.outgrown.append((heap, channel))",
          "memory of captured graphs is lost", _GROWS),
+    ),
+    *_in(
+        "flexsp/scan/both.py",
+        ("nseg2, H2, max_tiles,", "nseg, H2, max_tiles,", "both states have as many segments",
+         _TOGETHER + "[posix-chain-False]"),
+        ("decays.append(a.repeat_interleave(F.shape[2:].numel() // piece, 1))",
+         "decays.append(a.repeat(1, F.shape[2:].numel() // piece))", "heads decay by the gates of others",
+         _TOGETHER + "[process_group-chain-False]"),
+    ),
+    *_in(
+        "flexsp/kernels/executable.py",
+        ("        run_steps(run.steps[at + 1 :], run.frame, device)\n", "        run_steps(run.steps[at:], run.frame, device)\n",
+         "states travel together, and each alone after that",
+         "tests/test_exchanges.py::test_exchanges_of_a_pass[mlstm-kernels-False]"),
     ),
     *_in(
         "flexsp/comm/transport.py",

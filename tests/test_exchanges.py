@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.ops import chunk_mlstm, chunk_simple_gla, mamba3
+from flexsp.ops import chunk_linear_attn, chunk_mlstm, chunk_simple_gla, mamba3
 from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import ScanCall, fill_slots_with_nan, scan_oracle
@@ -50,10 +50,12 @@ def both_errors(sp: Any, pairs: Pairs, seed: int) -> list[tuple[float, int]]:
 
 def pairs_of(*sizes: tuple[int, int, int, int, int, int], cuts: bool) -> Pairs:
     """Of (B, H, K, V, H2, V2): one scan has segments where the other has none; with cuts both have the same."""
-    nsegs, nsegs2 = (3, 0, 2), (3, 0, 2) if cuts else (1, 2, 0)
+    segments = [((3, 0, 2),) * 2, ((1, 2, 0),) * 2] if cuts else [((3, 0, 2), (1, 2, 0)), ((0, 2, 1), (2, 1, 1))]
+    kinds = ("scalar", "scalar"), ("none", "none"), ("none", "scalar")
     return [
-        (ScanCall(B, H, K, V, nsegs, kind, cuts, reverse), ScanCall(B, H2, K, V2, nsegs2, "scalar", cuts, reverse))
-        for B, H, K, V, H2, V2 in sizes for kind in ("scalar", "none") for reverse in (False, True)
+        (ScanCall(B, H, K, V, nsegs, kind, cuts, reverse), ScanCall(B, H2, K, V2, nsegs2, kind2, cuts, reverse))
+        for (B, H, K, V, H2, V2), (nsegs, nsegs2) in zip(sizes, segments, strict=True) for kind, kind2 in kinds
+        for reverse in (False, True)
     ]  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def pairs_of(*sizes: tuple[int, int, int, int, int, int], cuts: bool) -> Pairs:
     ],
 )  # fmt: skip
 def test_two_scans_travel_together(transport: str, schedule: str, cuts: bool, seed: int) -> None:
-    pairs = pairs_of((1, 2, 20, 24, 2, 1), (2, 2, 70, 64, 1, 1), cuts=cuts)
+    pairs = pairs_of((1, 2, 20, 24, 2, 1), (2, 2, 70, 64, 2, 1), cuts=cuts)
     heap = {"heap_mib": 2} if transport == "posix" else {}
     options: dict[str, Any] = {"transport": transport, "schedule": schedule, "env": INTERPRETED}
     for found in run_ranks(both_errors, 3, pairs, seed, **options, **heap):
@@ -107,6 +109,8 @@ def counts(sp: Any, name: str, documents: bool, dtype: torch.dtype) -> tuple[int
     elif name == "mamba3":
         x, dt, A, trap = draw(H, K), draw(H).exp(), -draw(H).exp(), draw(H)
         o, _ = mamba3(x, dt, A, draw(1, K), draw(1, K), trap, draw(H, K // 4), cu_seqlens=bounds, sp=sp)
+    elif name == "linear_attn":
+        o, _ = chunk_linear_attn(draw(H, K).exp(), draw(H, K).exp(), draw(H, K), cu_seqlens=bounds, sp=sp)
     else:
         o, _ = chunk_simple_gla(draw(H, K), draw(H, K), draw(H, K), -draw(H).exp(), cu_seqlens=bounds, sp=sp)
     between = sp.calls
@@ -115,8 +119,9 @@ def counts(sp: Any, name: str, documents: bool, dtype: torch.dtype) -> tuple[int
     return between - before, sp.calls - between
 
 
-EXCHANGES = {"simple_gla": (1, 1), "mlstm": (2, 1), "mamba3": (3, 3)}
-"""Of mLSTM the maxima and then both states together; of Mamba-3 weights of the tokens behind, angles, and states."""
+EXCHANGES = {"simple_gla": (1, 1), "linear_attn": (1, 1), "mlstm": (2, 1), "mamba3": (3, 3)}
+"""Normalisers travel with the states that they belong to. Before them, of mLSTM, the maxima; of Mamba-3 weights of the
+tokens behind, and angles."""
 QUICK = (("mlstm", "kernels", False), ("mlstm", "pytorch", True))
 
 

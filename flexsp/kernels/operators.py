@@ -1,4 +1,5 @@
-"""Calls of kernels as autograd and torch.compile see them: one autograd function above two custom operators.
+"""Calls of kernels as autograd and torch.compile see them: one autograd function above two custom operators, and
+another for two calls over the same tokens.
 
 Eager calls of plain tensors run their executable and do without the operators, which cost host time. All others go
 through them: calls in graphs of torch.compile, in traces, under modes, and of subclasses of tensors. The operators

@@ -209,8 +209,8 @@ Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def diagonal_pair(
-    q: torch.Tensor, k: torch.Tensor, values: tuple[torch.Tensor, torch.Tensor], g: torch.Tensor,
-    i: torch.Tensor | None, *, scale: float, initial_states: Pair, output_final_state: bool,
+    q: torch.Tensor, k: torch.Tensor, values: tuple[torch.Tensor, torch.Tensor], g: torch.Tensor | None = None,
+    i: torch.Tensor | None = None, *, scale: float, initial_states: Pair, output_final_state: bool,
     cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, ops: tuple[str, str],
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], Pair]:  # fmt: skip
     """`diagonal` for the first values with write gates i, and for the second ones without: (outputs, final states).

@@ -132,3 +132,64 @@ QUICK = (("mlstm", "kernels", False), ("mlstm", "pytorch", True))
 def test_exchanges_of_a_pass(name: str, how: str, documents: bool) -> None:
     given: dict[str, Any] = KERNELS if how == "kernels" else {}
     assert run_ranks(counts, 3, name, documents, torch.float32, **given) == [EXCHANGES[name]] * 3
+
+
+LENGTHS = (9, 0, 30, 17)
+
+
+def of_op(
+    sp: Any, name: str, dtype: torch.dtype, bounds: list[int] | None, seed: int, given_in: torch.dtype
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Outputs and gradients of inputs that are rounded to `given_in`; of ranks, joined."""
+    T, H, K = sum(LENGTHS), 2, 16
+    gen = torch.Generator().manual_seed(seed)
+    several = sp.world_size > 1
+    if several:
+        sp.set_lengths(list(LENGTHS))
+
+    def draw(*shape: int) -> torch.Tensor:
+        x = torch.randn(1, T, *shape, generator=gen).to(given_in).to(dtype).transpose(1, -1).contiguous().transpose(1, -1)
+        return (sp.shard(x) if several else x).detach().requires_grad_()
+
+    given = {name: draw(H, K) for name in "qkv"}
+    cu = None if bounds is None else torch.tensor(bounds)
+    how: dict[str, Any] = {"cu_seqlens": cu, "sp": sp if several else False}
+    if name == "mlstm":
+        given |= {"i": draw(H), "f": draw(H)}
+        o, last = chunk_mlstm(*given.values(), head_first=False, return_last_states=True, **how)
+    else:
+        q, k = given["q"].square() + 0.5, given["k"].square() + 0.5
+        o, last = chunk_linear_attn(q, k, given["v"], output_final_state=True, **how)
+    weights = torch.randn(1, T, H, K, generator=gen).to(given_in).to(dtype)
+    loss = (o * (sp.shard(weights) if several else weights)).double().sum()
+    for x in last or ():
+        loss = loss + (x.double().sum() if x.requires_grad else 0)
+    grads = torch.autograd.grad(loss, [*given.values()])
+    sp.check()
+    found = {"o": o, **{f"d{key}": dx for key, dx in zip(given, grads, strict=True)}}
+    if several:
+        found = {key: sp.gather(x) for key, x in found.items()}
+    return {key: x.detach().double() for key, x in found.items()}
+
+
+UNITS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "how", "documents"),
+    quick(
+        itertools.product(("mlstm", "linear_attn"), UNITS, ("kernels", "pytorch"), (False, True)),
+        ("mlstm", torch.float32, "kernels", True),
+    ),
+)
+def test_states_that_travel_together_are_exact(
+    name: str, dtype: torch.dtype, how: str, documents: bool, seed: int
+) -> None:  # fmt: skip
+    """Over shards of any length and over an empty one, against the same op in float64 on one rank."""
+    given: dict[str, Any] = KERNELS if how == "kernels" else {}
+    bounds = [0, 5, 20, 20, 56] if documents else None
+    parts = run_ranks(of_op, len(LENGTHS), name, dtype, bounds, seed, dtype, **given)
+    (whole,) = run_ranks(of_op, 1, name, torch.float64, bounds, seed, dtype)
+    for part in parts:
+        off = {key: ((part[key] - want).norm() / want.norm()).item() for key, want in whole.items()}
+        assert max(off.values()) < UNITS[dtype], off

@@ -9,6 +9,8 @@ __all__ = ["OPS"]
 _CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
 _RECIPES, _SEQ_IDX = "tests/test_recipes.py::", "tests/test_seq_idx.py::"
+_UNTRANSFORMED = "        untransformed(cls.title, IN_PYTORCH)\n"
+_FINAL = "        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)\n        initial"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
@@ -169,7 +171,7 @@ OPS = [
          _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),
         ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
         ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
-        ("        untransformed(cls.title, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
+        (_UNTRANSFORMED + _FINAL, _FINAL, "transforms of torch.func reach the kernels",
          "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),
     *_in(

@@ -143,7 +143,7 @@ STARTING = [
     ),
     *_in(
         "flexsp/kernels/executable.py",
-        ("        run_steps(run.steps[at + 1 :], run.frame, device)\n", "        run_steps(run.steps[at:], run.frame, device)\n",
+        ("        run_steps(steps[at + 1 :], frame, device)\n", "        run_steps(steps[at:], frame, device)\n",
          "states travel together, and each alone after that",
          "tests/test_exchanges.py::test_exchanges_of_a_pass[mlstm-kernels-False]"),
     ),

@@ -95,6 +95,7 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Onward": lambda sp: of_turns([leaf(1, 6, 2, 4), leaf(1, 2, 4)]),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
+    "flexsp.kernels.operators._BothFunction": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))

@@ -50,7 +50,7 @@ def both_errors(sp: Any, pairs: Pairs, seed: int) -> list[tuple[float, int]]:
 
 def pairs_of(*sizes: tuple[int, int, int, int, int, int], cuts: bool) -> Pairs:
     """Of (B, H, K, V, H2, V2): one scan has segments where the other has none; with cuts both have the same."""
-    segments = [((3, 0, 2),) * 2, ((1, 2, 0),) * 2] if cuts else [((3, 0, 2), (1, 2, 0)), ((0, 2, 1), (2, 1, 1))]
+    segments = [((3, 0, 2),) * 2, ((1, 2, 0),) * 2] if cuts else [((0, 2, 1), (2, 1, 1)), ((3, 0, 2), (1, 2, 0))]
     kinds = (("scalar", "scalar"), ("none", "none")), (("none", "scalar"),)
     return [
         (ScanCall(B, H, K, V, nsegs, kind, cuts, reverse), ScanCall(B, H2, K, V2, nsegs2, kind2, cuts, reverse))

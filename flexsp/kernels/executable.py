@@ -29,7 +29,7 @@ from flexsp.scan.both import Scan, propagate_both
 from flexsp.scan.propagate import local_launch, propagate
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["CallSpec", "Executable", "Run", "aligned_16", "run_both"]
+__all__ = ["CallSpec", "Executable", "aligned_16", "run_both"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
@@ -37,6 +37,8 @@ Strides = tuple[int, int, int]
 _F32 = torch.float32
 _P = TypeVar("_P", bound=LaunchPlan)
 _R = TypeVar("_R")
+_S = TypeVar("_S")
+Runner = Callable[[Sequence[Step], Frame, torch.device], None]
 
 
 class CallSpec:
@@ -109,15 +111,6 @@ class Backward:
     steps: list[Step]
     scratch: Workspace
     makes: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Run(Generic[_R]):
-    """A pass of one call whose steps are still to run; `results` gives what it returns when they have."""
-
-    steps: list[Step]
-    frame: Frame
-    results: Callable[[], _R]
 
 
 class Executable(Generic[_P]):
@@ -308,21 +301,12 @@ class Executable(Generic[_P]):
 
     def run_forward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
-        last: bool = False,
+        last: bool = False, run: Runner = run_steps,
     ) -> tuple[torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
         """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written).
 
-        `last`: there is no backward pass, and one piece of memory for all.
+        `last`: there is no backward pass, and one piece of memory for all. `run`: runs the steps.
         """
-        run = self.forward_run(tensors, initial, table, filled, last)
-        run_steps(run.steps, run.frame, self.device)
-        return run.results()
-
-    def forward_run(
-        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
-        last: bool = False,
-    ) -> Run[tuple[torch.Tensor, Optional, torch.Tensor]]:  # fmt: skip
-        """`run_forward`, whose steps are still to run."""
         given = self.inputs(tensors, initial, table)
         o = given["o"] = self.empty(*self.out, dtype=self.dtype)
         final = None
@@ -336,13 +320,10 @@ class Executable(Generic[_P]):
         if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
-
-        def results() -> tuple[torch.Tensor, Optional, torch.Tensor]:
-            if self._has_look and checks_wanted():
-                self.plan.look(frame)
-            return o, final, saved
-
-        return Run(self.forward, frame, results)
+        run(self.forward, frame, self.device)
+        if self._has_look and checks_wanted():
+            self.plan.look(frame)
+        return o, final, saved
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences."""
@@ -352,21 +333,14 @@ class Executable(Generic[_P]):
     def run_backward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
         do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
+        run: Runner = run_steps,
     ) -> tuple[list[Optional], Optional]:  # fmt: skip
         """Gradients of the inputs, and of the initial states.
 
         Args:
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
+            run: runs the steps.
         """
-        run = self.backward_run(tensors, initial, saved, table, do, dfinal, want_dinitial, wanted)
-        run_steps(run.steps, run.frame, self.device)
-        return run.results()
-
-    def backward_run(
-        self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
-        do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
-    ) -> Run[tuple[list[Optional], Optional]]:  # fmt: skip
-        """`run_backward`, whose steps are still to run."""
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.plan.aligned_gradient:
             well = well and do.data_ptr() % 16 == 0 and aligned_16(self.given.strides_of(do))
@@ -386,15 +360,12 @@ class Executable(Generic[_P]):
                 given[grad] = self.empty(*shape, dtype=self._gradient_type(name, x))
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-
-        def results() -> tuple[list[Optional], Optional]:
-            grads = [
-                self._gradient(frame[grad], name, x) if grad in back.makes else None
-                for (name, grad), x in zip(self.gradients, tensors, strict=True)
-            ]
-            return grads, dinitial
-
-        return Run(back.steps, frame, results)
+        run(back.steps, frame, self.device)
+        grads = [
+            self._gradient(frame[grad], name, x) if grad in back.makes else None
+            for (name, grad), x in zip(self.gradients, tensors, strict=True)
+        ]
+        return grads, dinitial
 
     def _as_kept(self, saved: torch.Tensor, initial: Optional, table: Optional) -> tuple[torch.Tensor, Optional]:
         """What the forward pass left, as kernels read it; ValueError where hooks on saved tensors gave back others."""
@@ -463,20 +434,35 @@ class _OverRanks:
         return frame[self.states].view(self.shape), through
 
 
-def run_both(first: Run[Any], second: Run[Any], device: torch.device) -> None:
-    """Runs the steps of two calls over the same tokens; over ranks, their states travel together."""
-    runs, scans = (first, second), []
-    for run in runs:
-        at, scan = next(((i, x) for i, x in enumerate(run.steps) if isinstance(x, _OverRanks)), (len(run.steps), None))
-        run_steps(run.steps[:at], run.frame, device)
-        scans += [] if scan is None else [(at, scan, Scan(*scan.of(run.frame)))]
+def run_both(first: Callable[[Runner], _R], second: Callable[[Runner], _S]) -> tuple[_R, _S]:
+    """What two passes over the same tokens return, each of which is given what runs its steps; over ranks, their states
+    travel together."""
+    found: list[_S] = []
+
+    def outer(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+        def inner(others: Sequence[Step], beside: Frame, _: torch.device) -> None:
+            _run_together((steps, frame), (others, beside), device)
+
+        found.append(second(inner))
+
+    return first(outer), found[0]
+
+
+def _run_together(
+    first: tuple[Sequence[Step], Frame], second: tuple[Sequence[Step], Frame], device: torch.device
+) -> None:  # fmt: skip
+    scans = []
+    for steps, frame in (first, second):
+        at, scan = next(((i, x) for i, x in enumerate(steps) if isinstance(x, _OverRanks)), (len(steps), None))
+        run_steps(steps[:at], frame, device)
+        scans += [] if scan is None else [(at, scan, Scan(*scan.of(frame)))]
     if not scans:
         return
     (_, one, first_scan), (_, two, second_scan) = scans
     call = f"{one.call} and {two.call}"
     propagate_both(first_scan, second_scan, get_sp(one.sp_id), reverse=one.reverse, call=call)
-    for run, (at, *_) in zip(runs, scans, strict=True):
-        run_steps(run.steps[at + 1 :], run.frame, device)
+    for (steps, frame), (at, *_) in zip((first, second), scans, strict=True):
+        run_steps(steps[at + 1 :], frame, device)
 
 
 def _in_pytorch(spec: LaunchSpec) -> Step:

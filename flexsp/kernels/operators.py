@@ -217,23 +217,14 @@ def outputs(
 
 def gradients(
     executable: Executable[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Saved, do: Optional,
-    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
+    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool, **how: Any,
 ) -> tuple[list[Optional], Optional]:  # fmt: skip
-    """`Operation.backward` with an executable."""
-    return executable.run_backward(
-        *_gradient_arguments(executable, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
-    )  # fmt: skip
-
-
-def _gradient_arguments(
-    executable: Executable[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Saved, do: Optional,
-    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
-) -> tuple[Any, ...]:  # fmt: skip
+    """`Operation.backward` with an executable. `how`: what else `Executable.run_backward` takes."""
     saved, table = kept
     if do is None:
         do = executable.empty(*executable.out, dtype=executable.dtype).zero_()
     names = frozenset([name for name, wants in zip(executable.names, wanted, strict=True) if wants])
-    return tensors, initial, saved, table, do, dfinal, want_dinitial, names
+    return executable.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names, **how)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -474,13 +465,14 @@ class _BothFunction(torch.autograd.Function):
         executables, tables, asked, _, first, second, *tensors = given
         n, (_, sp, *_) = len(executables[0].names), asked[0]
         parts = (tensors[:n], first, tables[0]), (tensors[n:], second, tables[1])
-        runs = [each.forward_run(*part) for each, part in zip(executables, parts, strict=True)]
-        (o, final, saved), (o2, final2, saved2) = _run_together(runs, executables[0].device)
+        (o, final, saved), (o2, final2, saved2) = _run_together(
+            *(functools.partial(each.run_forward, *part) for each, part in zip(executables, parts, strict=True))
+        )  # fmt: skip
         ctx.save_for_backward(*tensors, first, saved, tables[0], second, saved2, tables[1])
         ctx.executables, ctx.asked = executables, asked
         ctx.operations = [_operation(key) for key, *_ in asked]  # which must not end before the backward pass
         ctx.number = get_sp(sp).number() if sp >= 0 else 0
-        ctx.device, ctx.dtypes = tensors[0].device, _dtypes(tensors, first)
+        ctx.device, ctx.dtypes = tensors[0].device, [*_dtypes(tensors, first), *_dtypes((), second)]
         ctx.set_materialize_grads(False)
         return o, final, o2, final2
 
@@ -491,8 +483,8 @@ class _BothFunction(torch.autograd.Function):
         untransformed(*refusal, do, dfinal, do2, dfinal2)
         *tensors, initial, saved, table, initial2, saved2, table2 = ctx.saved_tensors
         same_place(ctx.device, *tensors, initial, saved, table, initial2, saved2, table2)
-        if _dtypes(tensors, initial) != ctx.dtypes:
-            changed("dtypes", ctx.dtypes, _dtypes(tensors, initial))
+        if (dtypes := [*_dtypes(tensors, initial), *_dtypes((), initial2)]) != ctx.dtypes:
+            changed("dtypes", ctx.dtypes, dtypes)
         grads_in = [x.detach() if x is not None and x.requires_grad else x for x in (do, dfinal, do2, dfinal2)]
         n, needs = len(ctx.executables[0].names), ctx.needs_input_grad
         wanted, sp = [*needs[-len(tensors) :]], ctx.asked[0][1]
@@ -518,21 +510,19 @@ class _BothFunction(torch.autograd.Function):
         return None, None, None, None, *dinitials, *grads
 
 
-def _run_together(runs: Sequence[Any], device: torch.device) -> list[Any]:
-    from flexsp.kernels.executable import run_both as run_steps  # it needs Triton
+def _run_together(first: Callable[..., Any], second: Callable[..., Any]) -> tuple[Any, Any]:
+    """What both return; they take `run`, which runs their steps."""
+    from flexsp.kernels.executable import run_both as together  # it needs Triton
 
-    first, second = runs
-    run_steps(first, second, device)
-    return [first.results(), second.results()]
+    return together(lambda run: first(run=run), lambda run: second(run=run))
 
 
-def _gradients_of_both(executables: Sequence[Executable[Any]], parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-    runs = []
-    for executable, (tensors, initial, kept, do, dfinal, wanted, want_dinitial) in zip(executables, parts, strict=True):
+def _gradients_of_both(executables: Sequence[Executable[Any]], parts: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
+    passes = []
+    for executable, (tensors, initial, kept, do, dfinal, *wants) in zip(executables, parts, strict=True):
         do, dfinal = [x if x is None else x.resolve_neg() for x in (do, dfinal)]
-        given = _gradient_arguments(executable, tensors, initial, kept, do, dfinal, wanted, want_dinitial)
-        runs.append(executable.backward_run(*given))
-    return _run_together(runs, executables[0].device)
+        passes.append(functools.partial(gradients, executable, tensors, initial, kept, do, dfinal, *wants))
+    return _run_together(*passes)
 
 
 @step
@@ -550,11 +540,11 @@ def run_both(
         if backward or not part.executable.plan.surely_fits:
             part.executable.precompile(part.tensors, part.initial, backward)
     if not backward:
-        runs = [
-            x.executable.forward_run(x.tensors, x.initial, table, last=True)
+        passes = [
+            functools.partial(x.executable.run_forward, x.tensors, x.initial, table, last=True)
             for x, table in zip(parts, tables, strict=True)
         ]
-        (o, final, _), (o2, final2, _) = _run_together(runs, executables[0].device)
+        (o, final, _), (o2, final2, _) = _run_together(*passes)
         return o, final, o2, final2
     sp = get_sp(executables[0].sp_id) if chained else None
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)

@@ -301,11 +301,12 @@ class Executable(Generic[_P]):
 
     def run_forward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
-        last: bool = False, run: Runner = run_steps,
+        last: bool = False, run: Runner | None = None,
     ) -> tuple[torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
         """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written).
 
-        `last`: there is no backward pass, and one piece of memory for all. `run`: runs the steps.
+        `last`: there is no backward pass, and one piece of memory for all. `run`: runs the steps
+        in place of `run_steps`.
         """
         given = self.inputs(tensors, initial, table)
         o = given["o"] = self.empty(*self.out, dtype=self.dtype)
@@ -320,7 +321,7 @@ class Executable(Generic[_P]):
         if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
-        run(self.forward, frame, self.device)
+        (run or run_steps)(self.forward, frame, self.device)
         if self._has_look and checks_wanted():
             self.plan.look(frame)
         return o, final, saved
@@ -333,13 +334,13 @@ class Executable(Generic[_P]):
     def run_backward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
         do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
-        run: Runner = run_steps,
+        run: Runner | None = None,
     ) -> tuple[list[Optional], Optional]:  # fmt: skip
         """Gradients of the inputs, and of the initial states.
 
         Args:
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
-            run: runs the steps.
+            run: runs the steps in place of `run_steps`.
         """
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.plan.aligned_gradient:
@@ -360,7 +361,7 @@ class Executable(Generic[_P]):
                 given[grad] = self.empty(*shape, dtype=self._gradient_type(name, x))
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
         frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        run(back.steps, frame, self.device)
+        (run or run_steps)(back.steps, frame, self.device)
         grads = [
             self._gradient(frame[grad], name, x) if grad in back.makes else None
             for (name, grad), x in zip(self.gradients, tensors, strict=True)

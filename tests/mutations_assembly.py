@@ -114,7 +114,6 @@ ASSEMBLY = [
         ("data.shape == shape:", "data.ndim == len(shape):", "masks of a column stay one", _ALIKE),
         ("if other is None else (id(", "if other is None or True else (id(", "what is masked is 0", _ALIKE),
         ("or value.shape is not pointers.shape or", "or", "values are not stretched", _ALIKE),
-        ("(_is_block(mask) and not _is_block(pointers))", "False", "a wide mask passes", _ALIKE),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -328,6 +328,7 @@ def masked(x, h, n, out, N: tl.constexpr):
     tl.store(out + i[:, None] * 2 * N + j[None, :], a, mask=(j < 20)[None, :])
     out += 2 * N * N
     tl.store(out + i[:, None] * 2 * N + j[None, :], a * b + c, mask=(i < 11)[:, None] & (j > n)[None, :])
+    tl.store(out + i[:, None] * 2 * N + j[None, :], 2.5, mask=(i == 12)[:, None] & (j > n)[None, :])
     tl.store(out, c, mask=n < 3)
     tl.store(out + 1, n, mask=n < 4)
 

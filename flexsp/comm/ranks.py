@@ -44,6 +44,7 @@ class _Ambient(threading.local):
         # in __init__, so that torch.compile's guards find them on every thread
         self.sp: Any = None  # None, or a SequenceParallel
         self.entered: FrameType | None = None
+        self.keeps_bits = False  # the op that runs now gives the same bits for any number of ranks
 
 
 ambient = _Ambient()
@@ -79,7 +80,7 @@ class Ranks:
         self, *, rank: int = 0, world_size: int = 1, global_ranks: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu", transport: str = "process_group", schedule: str = "chain", heap: Any = None,
-        timeout_s: float = 120.0, check_calls: bool = False, hosts: Sequence[int] | None = None,
+        timeout_s: float = 120.0, check_calls: bool = False, hosts: Sequence[int] | None = None, segment: int = 0,
     ) -> None:  # fmt: skip
         self.id = next(_next_id)
         self.rank, self.world_size = rank, world_size
@@ -87,7 +88,7 @@ class Ranks:
         self.group, self.cpu_group = group, cpu_group
         self.device = torch.device(device)
         self.transport, self.schedule, self.heap = transport, schedule, heap
-        self.timeout_s, self.check_calls = float(timeout_s), check_calls
+        self.timeout_s, self.check_calls, self.segment = float(timeout_s), check_calls, segment
         self.hosts = (world_size,) if hosts is None else tuple(hosts)
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)

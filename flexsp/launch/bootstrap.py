@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import PROCESS_GROUP, in_kernel, transport_of, transports
-from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
+from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, check_integer, checks_wanted
 from flexsp.launch.termination import dump_when_ended
 from flexsp.scan.cost import quicker
 from flexsp.scan.schedules import SCHEDULES
@@ -28,6 +28,7 @@ from flexsp.scan.schedules import SCHEDULES
 __all__ = ["init_sequence_parallel"]
 
 _TRIAL_S = 30.0
+_SEGMENT = 1024  # tokens, with bitwise
 
 
 def init_sequence_parallel(
@@ -37,6 +38,7 @@ def init_sequence_parallel(
     schedule: str | None = None,
     timeout_s: float | None = None,
     device: torch.device | str | None = None,
+    bitwise: bool | int = False,
 ) -> SequenceParallel:
     """Make the group that a sequence is cut over. Collective over the default process group.
 
@@ -58,9 +60,14 @@ def init_sequence_parallel(
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
             compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
+        bitwise: ops give the same bits for any number of ranks: outputs, final states and gradients. Sequences are cut
+            into segments of 1024 tokens, or of as many as this says, and states go through one after the other. Shards
+            must be whole segments, but for the end of the sequence. Ranks take longer then; what cannot keep its bits,
+            such as layers, raises NotAvailable (docs/same-bits.md).
 
     Raises:
-        ValueError: an unknown transport or schedule, a mesh with several dimensions, a group without this rank.
+        ValueError: an unknown transport or schedule, another schedule than "chain" with ``bitwise``, a mesh with
+            several dimensions, a group without this rank.
         NotAvailable: the transport asked for does not work here.
         PeerMismatch: the ranks called it with different settings, or their groups overlap.
     """
@@ -69,14 +76,17 @@ def init_sequence_parallel(
     _choice("schedule", schedule, (*SCHEDULES, "auto"))
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
     heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
+    segment = _segment(bitwise, schedule)
     where = _device(device)
     check_calls, per_host = checks_wanted(), _ranks_per_host()
     try:
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
             alone = "chain" if schedule == "auto" else schedule
-            return SequenceParallel(device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls)
-        settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls, per_host)
+            return SequenceParallel(
+                device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls, segment=segment
+            )
+        settings = (transport, schedule, segment, timeout_s, heap_mib, where.type, check_calls, per_host)
         everyone, machines = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
         if cpu_group is not None:  # without it a rank might go on and exit while others still connect to it
@@ -95,7 +105,7 @@ def init_sequence_parallel(
     sp = SequenceParallel(
         rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
         cpu_group=cpu_group, device=where, schedule="chain" if schedule == "auto" else schedule, timeout_s=timeout_s,
-        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host),
+        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host), segment=segment,
     )  # fmt: skip
     dump_when_ended()
     if max(len(members) for members in everyone) > 1:
@@ -123,6 +133,16 @@ def _positive(name: str, given: float | None, variable: str, default: float) -> 
     if not 0 < value < float("inf"):
         raise ValueError(f"{name if given is not None else variable}: expected a number > 0, got {raw!r}")
     return value
+
+
+def _segment(bitwise: bool | int, schedule: str) -> int:
+    """Tokens of a segment, 0 without ``bitwise``."""
+    if bitwise is False:
+        return 0
+    segment = _SEGMENT if bitwise is True else check_integer("bitwise", bitwise, least=1)
+    if schedule != "chain":
+        raise ValueError(f"schedule: expected 'chain' with bitwise, whose order of sums is that one; got {schedule!r}")
+    return segment
 
 
 def _ranks_per_host() -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
+from tests.mutations_bitwise import BITWISE
 from tests.mutations_examples import EXAMPLES
 from tests.mutations_faults import FAULTS
 from tests.mutations_fla import FLA
@@ -591,5 +592,6 @@ _ATTENTION = [
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *HOSTS, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
     *_ATTENTION, *TRANSFORMERS, *FAULTS, *FLA, *PLANNER, *SIMULATION, *EXAMPLES, *STARTING, *OPS,
+    *BITWISE,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -194,7 +194,7 @@ def lengths(sp: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("of_world", "ranks", "heap_mib", "size", "grows"),
-    [(True, 3, None, 32, True), (True, 2, None, 256, False), (False, 2, None, 32, True), (False, 3, 7, 7, False)],
+    [(True, 3, None, 256, True), (True, 2, None, 256, False), (False, 2, None, 256, True), (False, 3, 7, 7, False)],
 )
 def test_which_heaps_grow(
     of_world: bool, ranks: int, heap_mib: int | None, size: int, grows: bool, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ class _Ambient(threading.local):
         # in __init__, so that torch.compile's guards find them on every thread
         self.sp: Any = None  # None, or a SequenceParallel
         self.entered: FrameType | None = None
+        self.keeps_bits = False  # the op that runs now gives the same bits for any number of ranks
 
 
 ambient = _Ambient()
@@ -82,7 +83,7 @@ class Ranks:
         group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu", transport: str = "process_group", schedule: str = "chain", heap: Any = None,
         open_heap: Callable[[int], Any] | None = None, timeout_s: float = 120.0, check_calls: bool = False,
-        hosts: Sequence[int] | None = None,
+        hosts: Sequence[int] | None = None, segment: int = 0,
     ) -> None:  # fmt: skip
         self.id = next(_next_id)
         self.rank, self.world_size = rank, world_size
@@ -91,7 +92,7 @@ class Ranks:
         self.device = torch.device(device)
         self.transport, self.schedule, self.heap, self.open_heap = transport, schedule, heap, open_heap
         self.outgrown: list[tuple[Any, Any]] = []
-        self.timeout_s, self.check_calls = float(timeout_s), check_calls
+        self.timeout_s, self.check_calls, self.segment = float(timeout_s), check_calls, segment
         self.hosts = (world_size,) if hosts is None else tuple(hosts)
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)

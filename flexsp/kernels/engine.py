@@ -10,8 +10,8 @@ by its key.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import in_kernel
 from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
+from flexsp.kernels.between import Between
 from flexsp.kernels.launch_plan import LaunchPlan
 from flexsp.kernels.operators import Asked, Saved, Shard
 from flexsp.runtime.kept import keep
@@ -126,6 +127,8 @@ class Engine(ABC):
         untransformed(cls.title, IN_PYTORCH)
         want_final = operators.wants_final(output_final_state, cu_seqlens, sp)
         initial = None if initial is None else initial.contiguous()
+        if sp is not None and sp.segment:
+            return cls._in_segments(form, tensors, initial, sp, scale, want_final)
         key = f"{cls.kind}|{form}"
         if not operators.plain(*tensors, initial, cu_seqlens):
             return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
@@ -153,6 +156,21 @@ class Engine(ABC):
             parts.append(operators.Part(engine.executable(asked), f"{cls.kind}|{form}", tensors, initial))
         assert shard is not None
         return operators.run_both(parts[0], parts[1], cu_seqlens, shard, scale)
+
+    @classmethod
+    def _in_segments(
+        cls, form: str, tensors: list[torch.Tensor], initial: Optional, sp: SequenceParallel, scale: float,
+        want_final: bool,
+    ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+        from flexsp.kernels.segments import run_in_segments
+
+        engine, between = cls.of(form), cast("SequenceParallel", Between(sp.device))
+
+        def make(some: Sequence[torch.Tensor]) -> Executable[Any]:
+            return engine.executable(Asked([*some], None, None, 0, scale, False, between))
+
+        shared = [name in engine.params for name in engine.names]
+        return run_in_segments(sp, tensors, shared, initial, make, want_final, rows=engine.rows)
 
     def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""

@@ -20,6 +20,7 @@ from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import check_heads
 from flexsp.exceptions import checks_wanted
+from flexsp.kernels.between import Between
 from flexsp.kernels.launch_plan import LaunchPlan, Role, gradient_of
 from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
@@ -29,7 +30,7 @@ from flexsp.scan.both import Scan, propagate_both
 from flexsp.scan.propagate import local_launch, propagate
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["CallSpec", "Executable", "aligned_16", "run_both"]
+__all__ = ["CallSpec", "Executable", "SegmentScan", "aligned_16", "run_both"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
@@ -105,6 +106,28 @@ def aligned_16(strides: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
+class SegmentScan:
+    """The scan of a segment's own states, in two halves: with the state that enters in the first place of `states` (the
+    last one if `reverse`), `launch` leaves in the last place (the first one) what goes on to the next segment."""
+
+    states: str
+    launch: KernelLaunch
+    reverse: bool
+
+    def __call__(self, frame: Frame) -> None:
+        """As a step among others: the state that enters is the one that is there, and what leaves stays."""
+        run_steps([self.launch], frame, frame[self.states].device)
+
+    def run(self, frame: Frame, entering: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What goes on to the next segment."""
+        states = frame[self.states]
+        first, last = (states[:, -1], states[:, 0]) if self.reverse else (states[:, 0], states[:, -1])
+        first.copy_(entering.view(first.shape))
+        run_steps([self.launch], frame, device)
+        return last.clone(memory_format=torch.contiguous_format).view(entering.shape)
+
+
+@dataclass(frozen=True)
 class Backward:
     """Steps of one backward pass; `scratch` holds its buffers, `makes` are the gradients that it writes."""
 
@@ -133,6 +156,7 @@ class Executable(Generic[_P]):
         self.others: dict[Any, Executable[_P]] = {}
         self._blanks: dict[Any, torch.Tensor] = {}
         self.sp_id = -1 if sp is None else sp.id
+        self.of_segment = isinstance(sp, Between)
         self.chained = sp is not None and sp.world_size > 1
         self.out = (*given.lead, outputs.shape[-1])
         self.edge = plan.buffers["@final"].shape
@@ -176,8 +200,11 @@ class Executable(Generic[_P]):
         states, carried, cut = spec.pointers
         (kind, shape), reverse = self.plan.scan_shape, spec.constants["REVERSE"]
         kind = KINDS[kind].adjoint or kind if reverse else kind
-        sp_id = self.sp_id if self.chained else -1
-        return propagate_step(str(states), carried, cut, shape, kind, reverse, sp_id, self.plan.description)
+        sp_id = self.sp_id if self.chained and not self.of_segment else -1
+        found = propagate_step(str(states), carried, cut, shape, kind, reverse, sp_id, self.plan.description)
+        if self.of_segment and isinstance(found, KernelLaunch):
+            return SegmentScan(str(states), found, reverse)
+        return found
 
     def _gradients_of_tokens(self, makes: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Gradients with a row a token, of those that are made, with their shapes as [heads, tokens, row]."""
@@ -305,9 +332,21 @@ class Executable(Generic[_P]):
     ) -> tuple[torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
         """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written).
 
-        `last`: there is no backward pass, and one piece of memory for all. `run`: runs the steps
-        in place of `run_steps`.
+        Args:
+            last: there is no backward pass, and one piece of memory for all.
+            run: runs the steps in place of `run_steps`.
         """
+        frame, o, final, saved = self.begun_forward(tensors, initial, table, filled, last)
+        (run or run_steps)(self.forward, frame, self.device)
+        if self._has_look and checks_wanted():
+            self.plan.look(frame)
+        return o, final, saved
+
+    def begun_forward(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
+        last: bool = False,
+    ) -> tuple[Frame, torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
+        """The memory of a forward pass, and in it what `run_forward` returns."""
         given = self.inputs(tensors, initial, table)
         o = given["o"] = self.empty(*self.out, dtype=self.dtype)
         final = None
@@ -320,11 +359,7 @@ class Executable(Generic[_P]):
         workspaces = [(kept, saved)]
         if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
-        frame = Frame(given, workspaces)
-        (run or run_steps)(self.forward, frame, self.device)
-        if self._has_look and checks_wanted():
-            self.plan.look(frame)
-        return o, final, saved
+        return Frame(given, workspaces), o, final, saved
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences."""
@@ -342,6 +377,17 @@ class Executable(Generic[_P]):
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
             run: runs the steps in place of `run_steps`.
         """
+        frame, back, dinitial = self.begun_backward(
+            tensors, initial, saved, table, do, dfinal, want_dinitial, wanted
+        )  # fmt: skip
+        (run or run_steps)(back.steps, frame, self.device)
+        return self.gradients_in(frame, back, tensors), dinitial
+
+    def begun_backward(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
+        do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
+    ) -> tuple[Frame, Backward, Optional]:  # fmt: skip
+        """The memory of a backward pass, its steps, and the memory of gradients of the initial states."""
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.plan.aligned_gradient:
             well = well and do.data_ptr() % 16 == 0 and aligned_16(self.given.strides_of(do))
@@ -360,13 +406,14 @@ class Executable(Generic[_P]):
                 shape = (self.given.B, self.given.H, self.given.T) if name in by_head else x.shape
                 given[grad] = self.empty(*shape, dtype=self._gradient_type(name, x))
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
-        frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        (run or run_steps)(back.steps, frame, self.device)
-        grads = [
+        return Frame(given, ((self.saved, saved), (back.scratch, scratch))), back, dinitial
+
+    def gradients_in(self, frame: Frame, back: Backward, tensors: Sequence[torch.Tensor]) -> list[Optional]:
+        """Those of the inputs, once the steps have run; None where none is made."""
+        return [
             self._gradient(frame[grad], name, x) if grad in back.makes else None
             for (name, grad), x in zip(self.gradients, tensors, strict=True)
         ]
-        return grads, dinitial
 
     def _as_kept(self, saved: torch.Tensor, initial: Optional, table: Optional) -> tuple[torch.Tensor, Optional]:
         """What the forward pass left, as kernels read it; ValueError where hooks on saved tensors gave back others."""

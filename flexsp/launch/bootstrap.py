@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import PROCESS_GROUP, in_kernel, open_further, transport_of, transports
-from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
+from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, check_integer, checks_wanted
 from flexsp.launch.termination import dump_when_ended
 from flexsp.scan.cost import quicker
 from flexsp.scan.schedules import SCHEDULES
@@ -29,8 +29,8 @@ from flexsp.scan.schedules import SCHEDULES
 __all__ = ["init_sequence_parallel"]
 
 _TRIAL_S = 30.0
-_FIRST_MIB = 32  # of a heap that may grow
-_FIXED_MIB = 256  # of one that may not
+_SEGMENT = 1024  # tokens, with bitwise
+_FIRST_MIB = 256  # of a heap, which may grow where nobody gave its size
 
 
 def init_sequence_parallel(
@@ -40,6 +40,7 @@ def init_sequence_parallel(
     schedule: str | None = None,
     timeout_s: float | None = None,
     device: torch.device | str | None = None,
+    bitwise: bool | int = False,
 ) -> SequenceParallel:
     """Make the group that a sequence is cut over. Collective over the default process group.
 
@@ -55,18 +56,23 @@ def init_sequence_parallel(
             is there and a small state has arrived everywhere by it; else "process_group", with a warning that says why.
             On the CPU it is "process_group".
         heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB. It then keeps this size. Without either
-            it begins with 32 and grows in calls whose states need more, for which the ranks' hosts wait for each other;
-            a captured graph keeps the memory that it was captured with. Where NVSHMEM gives the memory and the group is
-            a part of the world, it is 256 and does not grow.
+            it begins with 256 and grows in calls whose states need more, for which the ranks' hosts wait for each
+            other; a captured graph keeps the memory that it was captured with. Where NVSHMEM gives the memory and the
+            group is a part of the world, it does not grow.
         schedule: "chain" (default); "hierarchical", for many hosts, by torch.distributed in any case; "auto",
             that one of the two which `flexsp.scan.cost` expects to be quicker, on one host always "chain"; or a
             baseline: "serial", "pipelined", "all_gather".
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
             compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
+        bitwise: ops give the same bits for any number of ranks: outputs, final states and gradients. Sequences are cut
+            into segments of 1024 tokens, or of as many as this says, and states go through one after the other. Shards
+            must be whole segments, but for the end of the sequence. Ranks take longer then; what cannot keep its bits,
+            such as layers, raises NotAvailable (docs/same-bits.md).
 
     Raises:
-        ValueError: an unknown transport or schedule, a mesh with several dimensions, a group without this rank.
+        ValueError: an unknown transport or schedule, another schedule than "chain" with ``bitwise``, a mesh with
+            several dimensions, a group without this rank.
         NotAvailable: the transport asked for does not work here.
         PeerMismatch: the ranks called it with different settings, or their groups overlap.
     """
@@ -76,14 +82,17 @@ def init_sequence_parallel(
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
     if heap_mib is not None or "FLEXSP_HEAP_MIB" in os.environ:
         heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", _FIRST_MIB))
+    segment = _segment(bitwise, schedule)
     where = _device(device)
     check_calls, per_host = checks_wanted(), _ranks_per_host()
     try:
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
             alone = "chain" if schedule == "auto" else schedule
-            return SequenceParallel(device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls)
-        settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls, per_host)
+            return SequenceParallel(
+                device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls, segment=segment
+            )
+        settings = (transport, schedule, segment, timeout_s, heap_mib, where.type, check_calls, per_host)
         everyone, machines = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
         if cpu_group is not None:  # without it a rank might go on and exit while others still connect to it
@@ -102,7 +111,7 @@ def init_sequence_parallel(
     sp = SequenceParallel(
         rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
         cpu_group=cpu_group, device=where, schedule="chain" if schedule == "auto" else schedule, timeout_s=timeout_s,
-        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host),
+        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host), segment=segment,
     )  # fmt: skip
     dump_when_ended()
     if max(len(members) for members in everyone) > 1:
@@ -130,6 +139,16 @@ def _positive(name: str, given: float | None, variable: str, default: float) -> 
     if not 0 < value < float("inf"):
         raise ValueError(f"{name if given is not None else variable}: expected a number > 0, got {raw!r}")
     return value
+
+
+def _segment(bitwise: bool | int, schedule: str) -> int:
+    """Tokens of a segment, 0 without ``bitwise``."""
+    if bitwise is False:
+        return 0
+    segment = _SEGMENT if bitwise is True else check_integer("bitwise", bitwise, least=1)
+    if schedule != "chain":
+        raise ValueError(f"schedule: expected 'chain' with bitwise, whose order of sums is that one; got {schedule!r}")
+    return segment
 
 
 def _ranks_per_host() -> int | None:
@@ -224,7 +243,7 @@ def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int | None) 
         transport = PROCESS_GROUP
     chosen = transport_of("peer" if transport == "auto" else transport)
     grows = heap_mib is None and (sp.world_size == dist.get_world_size() or not chosen.of_world)
-    nbytes = (heap_mib if heap_mib is not None else _FIRST_MIB if grows else _FIXED_MIB) << 20
+    nbytes = (_FIRST_MIB if heap_mib is None else heap_mib) << 20
     heap, problem, near, of_put = None, "", False, ""
     try:
         if chosen.device not in (sp.device.type, "any"):

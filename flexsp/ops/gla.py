@@ -9,12 +9,14 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_gla", "recurrent_gla"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("q k v g", kernels=True)
 @one_dtype("q k v")
 def chunk_gla(
     q: torch.Tensor,

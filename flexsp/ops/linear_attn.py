@@ -10,6 +10,7 @@ from flexsp.kernels.diagonal.op import diagonal, diagonal_pair
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["NORMALIZER_EPS", "chunk_linear_attn"]
 
@@ -21,6 +22,7 @@ State = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 @ranks_call
 @by_recipe
+@in_segments("q k v", kernels=True)
 @one_dtype("q k v")
 def chunk_linear_attn(
     q: torch.Tensor,

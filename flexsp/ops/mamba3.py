@@ -20,6 +20,7 @@ from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
 from flexsp.ops._recipe import by_recipe
 from flexsp.ops._rows import on_engine, own_products, products, value_rows
+from flexsp.ops._segments import in_segments
 from flexsp.runtime.recipe import step
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import (
@@ -58,6 +59,7 @@ class Mamba3State(NamedTuple):
 
 @ranks_call
 @by_recipe
+@in_segments("x dt A B C trap angles", "D B_bias C_bias mimo_x")
 @one_dtype("x B C", out="x")
 def mamba3(
     x: torch.Tensor,

@@ -18,6 +18,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 from flexsp.runtime.recipe import step
 from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
@@ -32,6 +33,7 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @ranks_call
 @by_recipe
+@in_segments("q k v i f", states="c_initial n_initial m_initial", wants="return_last_states", head_first="head_first")
 @one_dtype("q k v")
 def chunk_mlstm(
     q: torch.Tensor,

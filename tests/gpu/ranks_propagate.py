@@ -83,7 +83,7 @@ def free_running(sp: SequenceParallel) -> str:
 
 
 def growing(sp: SequenceParallel) -> str:
-    """A heap of 32 MiB: a graph is captured, then states of 67 MB in four sequences need another heap, and the graph is
+    """A heap of 256 MiB: a graph is captured, then states of 67 MB in four sequences need another heap, and the graph is
     replayed with the one that it was captured with."""
     first = sp.heap.nbytes
     said = graph_replay(sp, lambda: larger_states(sp))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from flexsp.comm.group import SequenceParallel, count_failed_call
+from flexsp.comm.group import SequenceParallel, count_failed_call, refuse_bitwise
 from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.fla.check import came_later, check, check_loss, layer_or_model
 from flexsp.integrations.fla.functions import on_ranks
@@ -64,6 +64,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     """
     if not isinstance(sp, SequenceParallel):
         fail("sp", "a SequenceParallel", type(sp).__name__)
+    refuse_bitwise(sp, "parallelize")
     inner = layer_or_model(model)
     check(inner)
     mixers = [module for module in inner.modules() if qualified_name(module) in MIXERS]

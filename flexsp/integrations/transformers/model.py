@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from flexsp.comm.group import SequenceParallel
+from flexsp.comm.group import SequenceParallel, refuse_bitwise
 from flexsp.exceptions import fail
 from flexsp.integrations.transformers.batch import KEY
 from flexsp.integrations.transformers.causal import LANGUAGE, forward_on_shard, head_forward, take_shard
@@ -64,6 +64,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     """
     if not isinstance(sp, SequenceParallel):
         fail("sp", "a SequenceParallel", type(sp).__name__)
+    refuse_bitwise(sp, "parallelize")
     inner = known_model(model)
     check_model(inner)
     seam = seam_of(inner)

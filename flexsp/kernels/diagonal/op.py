@@ -230,7 +230,8 @@ def diagonal_pair(
         found, final = diagonal(q, k, both, g, initial_state=initial, op=f"{ops[0]} and {ops[1]}", **how)
         (o, o2), parts = found.split(columns, -1), (None, None) if final is None else final.split(columns, -1)
         return (o, o2), (parts[0], parts[1])
-    if not plain(q, k, v, u, g, i, start, start2, cu_seqlens):
+    in_segments = sp is not None and sp.segment > 0  # one after the other
+    if in_segments or not plain(q, k, v, u, g, i, start, start2, cu_seqlens):
         o, final = diagonal(q, k, v, g, i=i, initial_state=start, op=ops[0], **how)
         o2, final2 = diagonal(q, k, u, g, initial_state=start2, op=ops[1], **how)
         return (o, o2), (final, final2)

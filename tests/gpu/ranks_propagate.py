@@ -83,8 +83,8 @@ def free_running(sp: SequenceParallel) -> str:
 
 
 def growing(sp: SequenceParallel) -> str:
-    """A heap of 256 MiB: a graph is captured, then states of 67 MB in four sequences need another heap, and the graph is
-    replayed with the one that it was captured with."""
+    """A graph is captured with the first heap, of 256 MiB. Then states of 67 MB in four sequences need another one, and
+    the graph is replayed with the first."""
     first = sp.heap.nbytes
     said = graph_replay(sp, lambda: larger_states(sp))
     assert sp.heap.nbytes > 1 << 30 and [heap.nbytes for heap, _ in sp.outgrown] == [first], sp.outgrown

@@ -101,6 +101,12 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))
     )([leaf(1, 4, 2, 3, dtype=torch.float32) for _ in range(3)]),
 }
+# The same over a group that keeps the bits of one rank.
+_IN_ORDER = ("_BeginFunction", "_EnterFunction", "_EdgeFunction", "_JoinFunction", "_LeaveFunction")
+IN_SEGMENTS = {
+    "flexsp.kernels.segments._Function": lambda sp: of_op(sp, torch.float32),
+    **dict.fromkeys((f"flexsp.scan.in_order.{x}" for x in _IN_ORDER), lambda sp: of_op(sp, torch.float64)),
+}
 
 
 def of_shared(*x: torch.Tensor) -> torch.Tensor:
@@ -133,11 +139,12 @@ def refuse_all(sp: SequenceParallel) -> dict[str, list[str]]:
     """For each call: was its Function there, and what came of gradients that need (no) gradients themselves."""
     torch.manual_seed(sp.rank)
     found: dict[str, list[str]] = {}
-    for name, call in REFUSING.items():
+    for name, call in (IN_SEGMENTS if sp.segment else REFUSING).items():
         problems = found[name] = []
         for cotangent in (None, "its own"):
             o, leaves = call(sp)
-            if f"{name.partition(' ')[0].rpartition('.')[2]}Backward" not in nodes_of(o):
+            enters = name.endswith("._EnterFunction") and sp.is_first  # nothing does, on the first rank
+            if not enters and f"{name.partition(' ')[0].rpartition('.')[2]}Backward" not in nodes_of(o):
                 problems.append(f"is not there: {nodes_of(o)}")
             do = torch.ones_like(o) if cotangent is None else o.detach().clone().requires_grad_()
             try:
@@ -155,11 +162,12 @@ def refuse_all(sp: SequenceParallel) -> dict[str, list[str]]:
 
 def test_every_function_is_looked_at() -> None:
     """A new autograd.Function has to stand in one of the tables."""
-    assert set(functions_of_flexsp()) == {name.partition(" ")[0] for name in REFUSING} | set(TWICE)
+    assert set(functions_of_flexsp()) == {name.partition(" ")[0] for name in REFUSING | IN_SEGMENTS} | set(TWICE)
 
 
-def test_second_derivatives_are_refused() -> None:
-    for found in run_ranks(refuse_all, 2, env=INTERPRETED, timeout=100, sp_timeout_s=20):
+@pytest.mark.parametrize("segment", [0, 3], ids=["", "in segments"])
+def test_second_derivatives_are_refused(segment: int) -> None:
+    for found in run_ranks(refuse_all, 2, bitwise=segment or False, env=INTERPRETED, timeout=100, sp_timeout_s=20):
         assert not any(found.values()), found
 
 

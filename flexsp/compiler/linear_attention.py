@@ -460,10 +460,10 @@ class LinearAttention:
         """
         inputs = arguments.alike(self.program.meta, inputs)
         tokens, params, _ = self._sorted(inputs)
-        first = next(iter(tokens.values()))
-        wide = arguments.widest(*tokens.values(), *params.values())
+        first, wide = next(iter(tokens.values())), arguments.widest(*tokens.values(), *params.values())
         if not asks_for_kernels(first.is_cuda, wide):
-            return f"runs in PyTorch: {'kernels have no float64' if wide == torch.float64 else 'tensors are on CPU'}"
+            why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
+            return f"runs in PyTorch: {why}"
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp, keeps_bits=True)
         reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda)
         asked = not reason and self.program.lowerings

@@ -39,7 +39,7 @@ _F32 = torch.float32
 _P = TypeVar("_P", bound=LaunchPlan)
 _R = TypeVar("_R")
 _S = TypeVar("_S")
-Runner = Callable[[Sequence[Step], Frame, torch.device], None]
+Runner = Callable[[Sequence[Step], Frame, torch.device], bool | None]
 
 
 class CallSpec:
@@ -334,19 +334,8 @@ class Executable(Generic[_P]):
 
         Args:
             last: there is no backward pass, and one piece of memory for all.
-            run: runs the steps in place of `run_steps`.
+            run: runs the steps in place of `run_steps`. If it returns True, they run later.
         """
-        frame, o, final, saved = self.begun_forward(tensors, initial, table, filled, last)
-        (run or run_steps)(self.forward, frame, self.device)
-        if self._has_look and checks_wanted():
-            self.plan.look(frame)
-        return o, final, saved
-
-    def begun_forward(
-        self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
-        last: bool = False,
-    ) -> tuple[Frame, torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
-        """The memory of a forward pass, and in it what `run_forward` returns."""
         given = self.inputs(tensors, initial, table)
         o = given["o"] = self.empty(*self.out, dtype=self.dtype)
         final = None
@@ -359,7 +348,14 @@ class Executable(Generic[_P]):
         workspaces = [(kept, saved)]
         if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
-        return Frame(given, workspaces), o, final, saved
+        frame = Frame(given, workspaces)
+        if run is None:
+            run_steps(self.forward, frame, self.device)
+        elif run(self.forward, frame, self.device):
+            return o, final, saved
+        if self._has_look and checks_wanted():
+            self.plan.look(frame)
+        return o, final, saved
 
     def _edge(self) -> torch.Tensor:
         """States of documents or sequences."""

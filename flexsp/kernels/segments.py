@@ -92,8 +92,13 @@ class _Function(torch.autograd.Function):
         ctx.call, ctx.number = call, call.sp.number()
         parts = call.parts(tensors)
         made = [call.make(part) for part in parts]
-        begun = [each.begun_forward(part, None, None) for each, part in zip(made, parts, strict=True)]
-        frames = [frame for frame, *_ in begun]
+        frames: list[Frame] = []
+
+        def later(steps: Sequence[Step], frame: Frame, device: torch.device) -> bool:
+            frames.append(frame)
+            return True
+
+        begun = [each.run_forward(part, None, None, run=later) for each, part in zip(made, parts, strict=True)]
         device = tensors[0].device
         scans = _until_scan([each.forward for each in made], frames, device, call.what)
         state = torch.zeros(call.empty.edge, dtype=torch.float32, device=device)
@@ -113,11 +118,11 @@ class _Function(torch.autograd.Function):
             run_steps(_behind_scan(each.forward), frame, device)
             if type(each.plan).look is not LaunchPlan.look and checks_wanted():
                 each.plan.look(frame)
-        outputs = [o for _, o, _, _ in begun]
+        outputs = [o for o, _, _ in begun]
         o = torch.cat(outputs, call.axis) if outputs else call.empty.empty(*call.empty.out, dtype=call.empty.dtype)
         ctx.made, ctx.shapes, ctx.state = made, [(x.shape, x.dtype) for x in tensors], state.shape
         ctx.has_initial = initial is not None
-        ctx.save_for_backward(*[x for part in parts for x in part], *[saved for *_, saved in begun])
+        ctx.save_for_backward(*[x for part in parts for x in part], *[saved for _, _, saved in begun])
         return o, state.clone()
 
     @staticmethod

@@ -170,15 +170,16 @@ def _apart(x: torch.Tensor) -> torch.Tensor:
 
 
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
-    """What is off by more than the bound, of this rank's part."""
+    """What is off by more than the bound, of this rank's part. Where there is a parameter, whose gradient may nearly
+    vanish as a sum over tokens, gradients are of three cotangents together."""
     given = keys.inputs(seed)
     draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(keys.B, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
-    ends = torch.randn(given["initial_state"].shape, generator=draw)
+    draws = 3 if any(x.dim() < 3 for x in given.values()) else 1
+    do = torch.randn(draws, keys.B, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
+    ends = torch.randn(draws, *given["initial_state"].shape, generator=draw)
     wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)
-    cotangents = [x.double().to(device) for x in (do, ends)]
-    want = [o, state, *torch.autograd.grad([o, state], [*wide.values()], cotangents)]
+    want = [o, state, *_gradients([o, state], [*wide.values()], [do.double().to(device), ends.double().to(device)])]
     part, whole = {}, {}
     for x, y in given.items():
         whole[x] = slice(None)
@@ -193,9 +194,9 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         sp.set_lengths([*keys.lengths])
     got_o, got_state = keys.call(part, **({} if sp is None else {"sp": sp}))
     whole["o"] = whole["q" if "q" in whole else "r"]
-    to = [(got_o, do[:, whole["o"]].to(device))]
+    to = [(got_o, do[:, :, whole["o"]].to(device))]
     to += [] if got_state is None else [(got_state, ends.to(device))]
-    grads = torch.autograd.grad([x for x, _ in to], [*part.values()], [x for _, x in to], allow_unused=True)
+    grads = _gradients([x for x, _ in to], [*part.values()], [x for _, x in to])
     got = {"o": got_o, "state": got_state} | {f"d{x}": y for x, y in zip(part, grads, strict=True)}
     found = []
     for name, y in zip(["o", "state", *(f"d{x}" for x in given)], want, strict=True):
@@ -203,12 +204,22 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         if x is None or (sp is not None and keys.bounds and name in ("state", "dinitial_state")):
             continue
         every = y
-        y = y[:, whole[name.removeprefix("d")]] if name not in ("state", "dinitial_state") else y
+        if name not in ("state", "dinitial_state"):
+            y = y[:, :, whole[name[1:]]] if name.startswith("d") else y[:, whole[name]]
         # A shard's part of a gradient may be next to nothing: its size is its share of the whole.
         size = every.norm().item() * (y.numel() / every.numel()) ** 0.5
         error = relative_error(x, y, size)
         found += [f"{name} {error:.2g}"] if not error < bound else []
     return found
+
+
+def _gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor], draws: list[torch.Tensor]) -> list[Any]:
+    """Of each leaf [draws, ...], None if none is there."""
+    found = [
+        torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=True)
+        for cotangents in zip(*draws, strict=True)
+    ]
+    return [None if x[0] is None else torch.stack(x) for x in zip(*found, strict=True)]
 
 
 def error_of_steps(keys: Keys, seed: int, device: str = "cpu") -> float:

@@ -36,14 +36,16 @@ QUICK = [
 IN_KERNELS = [(name, dtype) for name in ALL for dtype in DTYPES[:3]]
 
 
-def on_rank(sp: SequenceParallel, name: str, dtype: torch.dtype, packed: bool, cuts: Any, seed: int) -> list[Any]:
+def on_rank(
+    sp: SequenceParallel, name: str, dtype: torch.dtype, packed: bool, cuts: Any, seed: int, of_outputs: bool = False
+) -> list[Any]:  # fmt: skip
     results = []
     for segments in cuts:
         lengths = lengths_of(segments)
         sp.set_lengths(lengths)
         begin = sum(lengths[: sp.rank])
         given = inputs_of(ALL[name], dtype, packed, seed)
-        results.append(run(sp, ALL[name], given, begin, begin + lengths[sp.rank]))
+        results.append(run(sp, ALL[name], given, begin, begin + lengths[sp.rank], of_outputs=of_outputs))
     return results
 
 
@@ -74,6 +76,16 @@ def test_bits_do_not_depend_on_ranks(name: str, dtype: torch.dtype, packed: bool
         want = run(None, case, given)
         assert one.keys() == want.keys()
         assert {n: e for n in one if not (e := relative_error(one[n], want[n])) < EXACT} == {}
+
+
+@pytest.mark.parametrize(("name", "dtype", "packed"), quick(EVERY, ("kda", torch.float64, False)), ids=str)
+def test_bits_of_gradients_of_outputs_alone(name: str, dtype: torch.dtype, packed: bool) -> None:
+    """Where nobody has a gradient of final states, ops add up others than where it is 0."""
+    case, seed = ALL[name], seeded()
+    one = run(SequenceParallel(segment=SEGMENT), case, inputs_of(case, dtype, packed, seed), of_outputs=True)
+    for cut in ((2, 2), (4, 0)):
+        by_rank = run_ranks(on_rank, 2, name, dtype, packed, [cut], seed, True, bitwise=SEGMENT)
+        assert differing(one, joined(case, [found for (found,) in by_rank])) == []
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import torch
 
 from flexsp.comm.derivatives import ON_ONE_RANK, first_only, untransformed
 from flexsp.comm.group import SequenceParallel
+from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.relay import Relay
 
 __all__ = [
@@ -139,6 +140,10 @@ def run_in_order(
     o = _JoinFunction.apply(axis, *outputs) if outputs else no_output
     final = entering if documents is None else documents.final
     if not chained:
+        # Over ranks the last states have gradients of zeros where the caller has none. With none ops would add up other
+        # parts of gradients than with zeros.
+        for x in entering or []:
+            o = add_backward_dependency(o, x) if x.requires_grad else o
         return o, final
     leaving = entering if entering is not None else [x.new_zeros(x.shape) for x in likes]
     returned = final if packed or sp.is_last else []

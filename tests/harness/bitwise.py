@@ -63,9 +63,10 @@ def rows_of(states: Any, here: torch.Tensor) -> Any:
 
 def run(
     sp: SequenceParallel | None, case: Case, given: dict[str, Any], begin: int = 0, stop: int = TOTAL,
-    total: int = TOTAL,
+    total: int = TOTAL, of_outputs: bool = False,
 ) -> Tensors:  # fmt: skip
-    """Outputs, final states and gradients of the tokens [begin, stop), by name; on this rank alone without ``sp``."""
+    """Outputs, final states and gradients of the tokens [begin, stop), by name; on this rank alone without ``sp``.
+    of_outputs: gradients are of the outputs alone."""
     mine = {n: leaf(x[:, begin:stop] if n in case.tokens else x) for n, x in given.items()}
     if "initial_state" in mine and "cu_seqlens" in mine and sp is not None:
         begins = given["cu_seqlens"][:-1]
@@ -77,7 +78,7 @@ def run(
     found = {"o": o, **{f"final {i}": x for i, x in enumerate(flat(final))}}
     random = torch.Generator().manual_seed(len(given))
     whole = torch.randn(o.shape[0], total, *o.shape[2:], generator=random, dtype=torch.float64)
-    finals = [x for x in flat(final) if x.requires_grad]
+    finals = [x for x in flat(final) if x.requires_grad and not of_outputs]
     weights = [whole[:, begin:stop].to(o)]
     weights += [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in finals]
     leaves = [(f"d{n} {i}", x) for n, xs in mine.items() for i, x in enumerate(flat(xs)) if torch.is_tensor(x)]

@@ -93,7 +93,10 @@ def mamba3(
     ranks sums of at most half a turn a rank are exchanged in float32.
 
     Gradients of ``angles`` are sums over all later tokens, whose terms nearly cancel. Kernels have the terms of every
-    chunk add up to what states in float32 tell, so that roundings of half precision do not add up over the text.
+    chunk add up to what states in float32 tell, so that roundings of half precision do not add up over the text. Where
+    states decay within a few tokens, what is left is small beside what tokens read of themselves, which is rounded:
+    with log gates of -1 to -8 a token, in bfloat16, errors are 1 to 4 % token by token, and 3 to 30 % summed over
+    tokens. Take float32 where such a sum matters, as for a bias of angles.
 
     Args:
         x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..512.

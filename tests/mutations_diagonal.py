@@ -258,7 +258,7 @@ DIAGONAL = [
         "flexsp/kernels/diagonal/turned_grads.py",
         ("tl.where(second, by_row, -by_row)", "by_row", "both channels of a pair turn the same way", _TURNED + "[pairs]"),
         ("found += (missing /", "found += 0.0 * (missing /", "chunks need not add up to what states tell",
-         "tests/test_turned.py::test_sums_over_many_chunks_in_bfloat16"),
+         "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"),
         ("                if FINAL:\n                    missing +=", "                if not FINAL:\n                    missing +=",
          "angles do not answer for last states of documents", _TURNED + "[documents]"),
         ("tl.static_range(GROUP)", "tl.static_range(1)", "one head answers for all that share a row", _TURNED + "[shared rows]"),

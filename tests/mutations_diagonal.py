@@ -264,6 +264,8 @@ DIAGONAL = [
         ("tl.static_range(GROUP)", "tl.static_range(1)", "one head answers for all that share a row", _TURNED + "[shared rows]"),
         ("+ c - first_seg * per_seg) * H", "+ c) * H", "later pieces read states of other chunks", _TURNED + "[pairs]"),
         ("behind = of_chunk + TILES * K", "behind = of_chunk", "a chunk ends where it begins", _TURNED + "[pairs]"),
+        ("_store_turned(edges, came,", "_store_turned(edges + 0, entering + at,", "what comes from another rank is rounded",
+         "tests/test_turned.py::test_shards_add_up_to_what_their_states_tell[True]"),
         ("edges + (h - h + n_chunks) *", "edges + (h - h) *", "nothing comes from behind the last chunk", _TURNED + "[pairs]"),
     ),
     *_in(

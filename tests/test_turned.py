@@ -146,6 +146,38 @@ def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
     assert found.max() < (8e-3 if dtype == BF16 else 2e-3), draws
 
 
+def apart_from_states(sp: Any, pairwise: bool, seed: int) -> float:
+    """What the sum of all tokens' gradients is off what its first and last states tell, <J S', dS'> - <J S, dS>."""
+    case = Case(T=150, K=16, V=32, S=8, groups=2, pairwise=pairwise)
+    given = draw(case, seed)
+    leaves = {x: given[x].to(torch.float32 if x in ("g", "turned", "initial_state") else BF16) for x in given}
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    of_o, of_final = weights_of(case, given, seed)
+    with poisoned(2, 2):
+        o, final = diagonal(**leaves, scale=0.3, output_final_state=True, pairwise=pairwise)
+        loss = (o.float() * of_o).sum() + (final * of_final).sum()
+        grads = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
+
+    def told(state: Tensor, grad: Tensor) -> Tensor:  # [1, H, K, V] each
+        x, dx = (y.double().transpose(-1, -2) for y in (state, grad))
+        quarter = rotate(x, torch.full((*x.shape[:-1], case.S), math.pi / 2, dtype=x.dtype), pairwise)
+        products = (quarter * dx).sum(2)
+        pairs = (0, case.K // 2) if not pairwise else (0, 1)
+        step = 1 if not pairwise else 2
+        return products[..., pairs[0] :: step][..., : case.S] + products[..., pairs[1] :: step][..., : case.S]
+
+    want = told(final.detach(), of_final) - told(leaves["initial_state"].detach(), grads["initial_state"])
+    return relative_error(grads["turned"].double().sum(1), 2 * math.pi * want)
+
+
+@pytest.mark.parametrize("pairwise", [True, False])
+def test_shards_add_up_to_what_their_states_tell(pairwise: bool, seed: int) -> None:
+    """In bfloat16, to float32's digits: one rank's last state is another's first, and what these two tell must cancel
+    in sums over the tokens of both, which all earlier tokens have. With the first state rounded it was 1e-3."""
+    (found,) = run_ranks(apart_from_states, 1, pairwise, seed, env=INTERPRETED)
+    assert found < 1e-5
+
+
 def test_digits_that_are_lost_where_states_decay_at_once(seed: int) -> None:
     """What `flexsp.ops.mamba3` says of log gates of -1 to -8 a token, by three seeds together; once gradients of rows
     keep more digits, it should say less."""

@@ -81,7 +81,7 @@ def test_keys_of_tokens(
     n: int, gated: bool, packed: bool, dtype: torch.dtype, T: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Long heads are cut into segments, the same ones here. Rows of queries between zeros give the same bits."""
-    monkeypatch.setattr(tiling, "_parts", lambda gates, steps: n if gates else 1)
+    monkeypatch.setattr(tiling, "_parts", lambda gates, *_: n if gates else 1)
     tiling.tiling_of.cache_clear()
     try:
         keys_of_tokens(n, gated, packed, dtype, T, seed)

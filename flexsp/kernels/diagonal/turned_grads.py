@@ -51,7 +51,7 @@ def turn_edges_kernel(
 ):  # fmt: skip
     """edges [B, H, n_chunks + 1, V tiles, K]: rows of <J S, dS> as they enter each chunk and behind the last one, for
     the segments from `first_seg` on. S is `entering` [B, kept, H, K, V], which `chunk_states_kernel` left, or lies in
-    `states` behind the last chunk; dS is walked right to left as there.
+    `states` before the first chunk and behind the last one; dS is walked right to left as there.
 
     FINAL: packed documents have gradients of final states, `dfinal` [N, H, K, V]; ends [N, H, V tiles, K] are rows of
     <J S, dfinal> of those that end here, whose last states are `final`.
@@ -95,6 +95,12 @@ def turn_edges_kernel(
         dS = behind_chunk(dS, qc, oc, bc, b_end, scale, V, True, GATED, DOT, PREC)
         at = (b.to(tl.int64) * kept + c - first_seg * per_seg) * H * K * V
         _store_turned(edges + c.to(tl.int64) * n_v * K, entering + at, dS, k0, v0, K, V, BK, BV, HALVES)
+        if c == 0:
+            # What came from the tokens before the first, from another rank perhaps: in fp32, as that rank has it behind
+            # its last chunk. Were it rounded here, the sums over all tokens before would miss the difference.
+            if not first:
+                came = states + ((b * (n_seg + 1)).to(tl.int64) * H + h) * K * V
+                _store_turned(edges, came, dS, k0, v0, K, V, BK, BV, HALVES)
 
 
 @triton.jit

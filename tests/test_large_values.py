@@ -127,4 +127,4 @@ def test_wide_values_are_taken_in_pieces(V: int) -> None:
 
     code = hgrn2.make(2, 16, V).kernels
     assert in_pieces(code.layout, code.dense, {"K": 16, "V": V}) == (V > 256)
-    assert code.sized({"K": 16, "V": V}).pieces == (V > 256)
+    assert code.sized({"K": 16, "V": V}, torch.bfloat16).pieces == (V > 256)

@@ -452,7 +452,7 @@ def test_large_states_are_walked_in_tiles(name: str, K: int, V: int) -> None:
     plan = choose_tiling(code_of(name), {"K": K, "V": V}, 32, 65536, 0, BF16)
     assert padded(K) * plan.walk.cols <= 128 * 128 and plan.walk.cols <= 256 and plan.chunk >= 32
     assert all(x.shared <= H200.shared for x in rows_of(name, plan, 32, 65536, K, V))
-    if code_of(name).sized({"K": K, "V": V}).pieces:
+    if code_of(name).sized({"K": K, "V": V}, BF16).pieces:
         assert padded(K) * plan.part.cols <= 128 * 128 and plan.part.warps == 8
 
 
@@ -463,8 +463,11 @@ def test_kernels_in_pieces_are_those_of_large_states_alone() -> None:
         code = code_of(name)
         for K, V in [*small, (129, 129), (256, 256), (200, 130)]:
             whole = (K, V) in small and (K <= 128 or not code.dense)
-            assert (code.sized({"K": K, "V": V}) is code) == whole, (name, K, V)
-    assert code_of("hgrn").sized({"K": 4096}) is code_of("hgrn")
+            assert (code.sized({"K": K, "V": V}, BF16) is code) == whole, (name, K, V)
+            wide = whole and (not code.dense or K * V <= 128 * 128)  # in fp32, and in fp16, whose products are of fp32
+            for dtype in (torch.float16, torch.float32):
+                assert (code.sized({"K": K, "V": V}, dtype) is code) == wide, (name, K, V)
+    assert code_of("hgrn").sized({"K": 4096}, BF16) is code_of("hgrn")
 
 
 def test_long_vector_states() -> None:

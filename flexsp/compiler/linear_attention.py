@@ -510,7 +510,7 @@ class LinearAttention:
         if not isinstance(code, str):
             from flexsp.compiler.planning.explain import kernels_of
 
-            lines += kernels_of(code.sized(sizes) if reason is None else code)
+            lines += kernels_of(code.sized(sizes, dtype) if reason is None else code)
             lines += [*self._plan(code, T, B), *self._tuned]
         for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
             lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")

@@ -62,7 +62,7 @@ class _GatedKeys(Lowering):
             return None
         (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
         sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
-        code = code.sized(sizes)
+        code = code.sized(sizes, given.dtype)
         tiling = choose_tiling(code, sizes, given.B * H, T, n_docs, given.dtype, chained, of_device(given.device))
         if tiling.chunk > _LARGEST:
             tiling = choose_tiling(

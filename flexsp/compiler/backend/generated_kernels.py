@@ -74,12 +74,14 @@ def padded(n: int) -> int:
     return max(NARROWEST, 1 << (n - 1).bit_length())
 
 
-def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int]) -> bool:
-    """Whether chunkwise kernels for such sizes hold the columns of a state in pieces."""
+def in_pieces(layout: Layout, dense: bool, sizes: Mapping[str, int], half: bool = True) -> bool:
+    """Whether chunkwise kernels for such sizes hold the columns of a state in pieces. half: their products are of
+    bf16; those of fp32 take twice the memory, and dense transitions hold the most tiles beside the state."""
     blocks = {name: padded(sizes[name]) for name in layout.sizes}
     state = [blocks.pop(name) for name in layout.state]
     most = max([*blocks.values(), *(state[:1] if dense else [])], default=0)
-    return len(state) == 2 and (most > WHOLE or state[1] > MOST or math.prod(state) > WHOLE * MOST)
+    held = WHOLE * (MOST if half or not dense else WHOLE)
+    return len(state) == 2 and (most > WHOLE or state[1] > MOST or math.prod(state) > held)
 
 
 def generated(program: Program, code_dir: str | None = None, chunk_size: int | None = None) -> Generated:
@@ -313,9 +315,10 @@ class Generated:
         whole = self.inverts and self.program.disagrees is not None
         return torch.float32 if whole and dtype == torch.bfloat16 else dtype
 
-    def sized(self, sizes: Mapping[str, int]) -> Generated:
-        """The kernels for such sizes: these, or those that take the columns of large states in pieces."""
-        return self._in_pieces if not self.pieces and in_pieces(self.layout, self.dense, sizes) else self
+    def sized(self, sizes: Mapping[str, int], dtype: torch.dtype) -> Generated:
+        """The kernels for inputs of such sizes: these, or those that take the columns of large states in pieces."""
+        half = self.products(dtype) == torch.bfloat16
+        return self._in_pieces if not self.pieces and in_pieces(self.layout, self.dense, sizes, half) else self
 
     @cached_property
     def _in_pieces(self) -> Generated:

@@ -79,7 +79,7 @@ class GeneratedPlan(ExactSegments):
     returns_final: bool = True
 
     def __post_init__(self) -> None:
-        code, tiling = self.code.sized(self.sizes), self.tiling
+        code, tiling = self.code.sized(self.sizes, self.dtype), self.tiling
         vars(self).update(
             code=code, name=code.program.merge.name, description=code.program.description(self.dtype, self.n_docs > 0),
             chunk=tiling.chunk, n_chunks=tiling.n_chunks, n_seg=tiling.n_seg, sparse=bool(code.layout.parts),

@@ -72,7 +72,7 @@ def choose_tiling(
         NotEmittable: a size that no kernel is made for.
         ValueError: kernels for the given chunk size need more shared memory than a block has.
     """
-    made, sized, chunk = code.sized(sizes), tuple(sizes.items()), code.chunk if chunk is None else chunk
+    made, sized, chunk = code.sized(sizes, dtype), tuple(sizes.items()), code.chunk if chunk is None else chunk
     return _best(made, chunk, sized, max(1, heads), T, n_docs, dtype, ranks, device or of_device())
 
 
@@ -131,7 +131,7 @@ def candidates(
     device: Device | None = None,
 ) -> list[tuple[Tiling, float]]:  # fmt: skip
     """Every plan that fits, with the microseconds that forward and backward are predicted to take, by chunk size."""
-    made, sized = code.sized(sizes), tuple(sizes.items())
+    made, sized = code.sized(sizes, dtype), tuple(sizes.items())
     cut = _Cut.of(made, sized, max(1, heads), T, n_docs, dtype, ranks, device or of_device())
     return list(_candidates(cut, code.chunk, made))
 
@@ -220,7 +220,9 @@ class _Cut:
         walk = Launch(width, 8 if large else 4, 3 if pipelined else 1)
         piece = min(blocks[self.cols], _PIECE[self.half]) if self.pieces else blocks[self.cols]
         cols = width if self.panels else piece
-        tile = Launch(cols, 8 if rows * cols >= 64 * 128 else 4, 1)
+        # Of fp32 ptxas gave kernels with many tiles of 128 x 32, of four warps, 32 registers and 13 KB on the stack.
+        many = 64 * 64 if self.pieces and not self.half else 64 * 128
+        tile = Launch(cols, 8 if rows * cols >= many else 4, 1)
         part, small = Launch(cols, 8 if self.pieces else 4, 1), Launch(cols, 2, 1)
         return Tiling(
             chunk, tuple(blocks.items()), n_chunks, per_seg, n_seg, walk, tile, part, small,

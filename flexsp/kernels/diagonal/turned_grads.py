@@ -95,12 +95,11 @@ def turn_edges_kernel(
         dS = behind_chunk(dS, qc, oc, bc, b_end, scale, V, True, GATED, DOT, PREC)
         at = (b.to(tl.int64) * kept + c - first_seg * per_seg) * H * K * V
         _store_turned(edges + c.to(tl.int64) * n_v * K, entering + at, dS, k0, v0, K, V, BK, BV, HALVES)
-        if c == 0:
-            # What came from the tokens before the first, from another rank perhaps: in fp32, as that rank has it behind
-            # its last chunk. Were it rounded here, the sums over all tokens before would miss the difference.
-            if not first:
-                came = states + ((b * (n_seg + 1)).to(tl.int64) * H + h) * K * V
-                _store_turned(edges, came, dS, k0, v0, K, V, BK, BV, HALVES)
+        # What comes from tokens before the first one, of another rank perhaps: in fp32, as that rank has it behind its
+        # last chunk. Were it rounded here, the sums of all tokens before would have the difference in them.
+        if (c == 0) & (not first):
+            came = states + ((b * (n_seg + 1)).to(tl.int64) * H + h) * K * V
+            _store_turned(edges, came, dS, k0, v0, K, V, BK, BV, HALVES)
 
 
 @triton.jit

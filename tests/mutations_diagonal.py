@@ -6,6 +6,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["DIAGONAL"]
 
+_MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _TURNED = "tests/test_turned.py::test_against_the_rotation"
 _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
@@ -13,7 +14,7 @@ _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
 _EDGES = "tests/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
-_WEIGHTS = _ENGINE + "test_plain[weights, simple_gla]"
+_WEIGHTS = _ENGINE + "test_plain[own products apart, simple_gla]"
 _WRITES = _ENGINE + "test_plain[write gates, simple_gla]"
 _OTHER_GATES = "tests/test_shared_keys.py::test_of_other_gates"
 _OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
@@ -25,6 +26,11 @@ _LARGE = "tests/test_compile_diagonal.py::test_what_the_interpreter_cannot_show[
 _REFERENCE = "tests/test_reference.py::"
 
 DIAGONAL = [
+    *_in(
+        "flexsp/kernels/primitives.py",
+        ("found = i >= j", "found = i > j", "a token does not see itself", _ENGINE + "test_plain[linear]"),
+        ("found = i > j", "found = i >= j", "tokens read own products that are apart", _WEIGHTS),
+    ),
     *_in(
         "flexsp/kernels/diagonal/summarize.py",
         ("S += written(x, w, y, V, DOT, PREC)", "S += written(x, None, y * w[:, None], V, DOT, PREC)",
@@ -48,8 +54,6 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/output.py",
-        ("later = rows[None, :] >= rows", "later = rows[None, :] > rows", "a token does not see itself",
-         _ENGINE + "test_plain[linear]"),
         ("slot = (b * (n_seg + 1) + seg)", "slot = (b * n_seg + seg)", "states of B > 1 overlap", _PLAIN),
         ("at_doc = (doc * H + h)", "at_doc = (doc * H)", "heads of documents' states overlap",
          _ENGINE + "test_documents[simple_gla]"),
@@ -218,6 +222,7 @@ DIAGONAL = [
         "flexsp/kernels/diagonal/hopper_plan.py",
         ('"BY_TOKEN": skip == "w"', '"BY_TOKEN": False', "walks in Gluon take weights of tokens for those of heads",
          "tests/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
+        ('"STRICT": plan.strict', '"STRICT": False', "walks in Gluon have tokens' own products", _WALKS + "[128, weights]"),
         ('"TURNED": of_keys', '"TURNED": not of_keys', "large states lie the other way round", _WALKS + "[gates]"),
     ),
     *_in(
@@ -251,6 +256,8 @@ DIAGONAL = [
         "flexsp/kernels/diagonal/diagonal_plan.py",
         ('"@edges" if last is None else "@ends"', '"@edges"',
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
+        ("STEPS=self.writing is not None,\n            STRICT=self.strict,", "STEPS=self.writing is not None,\n            STRICT=False,",
+         "gradients of queries have tokens' own products", _WEIGHTS),
         ('if "w" in wanted:', 'if self.of_gate(wanted):', "weights have gradients only where gates have",
          _ENGINE + "test_weights_of_tokens"),
     ),
@@ -276,6 +283,8 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
+        ("~causal.tril(-1), 0.0)\n        self.sum", "~causal, 0.0)\n        self.sum", "in PyTorch tokens read their own products",
+         _MAMBA3),
         ("(turned - turned.detach())", "(turned - turned).detach()", "angles have no gradients in PyTorch", _TURNED + "[pairs]"),
     ),
 ]

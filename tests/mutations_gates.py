@@ -429,8 +429,8 @@ GATES = [
         ("sign = 1.0 - 2.0 * tl.abs(half)", "sign = 1.0", "half a turn turns nothing", _MAMBA3_PARTS),
         ("tl.where((t < until)[:, None]", "tl.where((t <= until)[:, None]",
          "what arrives reaches the next document", _MAMBA3_OVER),
-        ("of_weight - back * product", "of_weight", "a token's weight has no part in its own product", _MAMBA3_KERNELS),
-        ("weight * v2 - less * y2\n        u1", "weight * v2\n        u1", "keys get nothing from own products",
+        ("of_weight + back * product", "of_weight", "a token's weight has no part in its own product", _MAMBA3_KERNELS),
+        ("weight * v2 + own_part * y2\n        u1", "weight * v2\n        u1", "keys get nothing from own products",
          _MAMBA3_KERNELS),
         ("products += x3 * y3 + x4 * y4", "pass", "own products leave out channels that do not turn",
          "tests/test_mamba3_kernels.py::test_kernels[plain]"),
@@ -456,7 +456,8 @@ GATES = [
     ),
     *_in(
         "flexsp/ops/_rows.py",
-        ("row >= j, -eta", "row > j, -eta", "a token reads its own products twice", _MAMBA3),
+        ("row > j if strict else row >= j", "row >= j", "rows lack their own products, which the engine leaves out",
+         _MAMBA3),
         ("sp=sp, op=op, rows=R", "sp=sp, op=op, rows=1", "rows are taken for tokens", _MAMBA3_RANKS),
     ),
     *_in(

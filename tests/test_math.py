@@ -319,15 +319,15 @@ def test_rotated_rows_and_own_products() -> None:
         (one, two), angle = z.view(2, 3), 2 * torch.pi * phi
         return torch.cat([one * angle.cos() - two * angle.sin(), one * angle.sin() + two * angle.cos()])
 
-    outputs = turned(c, phi), (gamma + eta) * turned(b, phi), -eta * (b @ c) * x
+    outputs = turned(c, phi), (gamma + eta) * turned(b, phi), gamma * (b @ c) * x
     given = {"b": b, "c": c, "phi": phi, "gamma": gamma, "eta": eta}
     want = dict(zip(given, torch.autograd.grad(outputs, list(given.values()), [dq, dk, dy]), strict=True))
     u, v, w, rho = turned(dq, -phi), turned(dk, -phi), gamma + eta, dy @ x
     pairs = [z.view(2, 3) for z in (u, c, v, b)]
     (u1, u2), (c1, c2), (v1, v2), (b1, b2) = pairs
-    got = {"b": w * v - eta * rho * c, "c": u - eta * rho * b, "gamma": (v @ b).view(1)}
+    got = {"b": w * v + gamma * rho * c, "c": u + gamma * rho * b, "eta": (v @ b).view(1)}
     got["phi"] = 2 * torch.pi * (u2 * c1 - u1 * c2 + w * (v2 * b1 - v1 * b2))
-    close(got | {"eta": got["gamma"] - rho * (b @ c)}, want)
+    close(got | {"gamma": got["eta"] + rho * (b @ c)}, want)
 
 
 def removing(x: dict[str, Tensor], S: Tensor) -> tuple[Tensor, Tensor]:

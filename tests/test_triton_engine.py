@@ -57,7 +57,8 @@ def documents(total: int, n: int) -> tuple[int, ...]:
 
 
 NAMES = [*CASES, *WEIGHED]
-QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups", "weights, simple_gla", "write gates, simple_gla")
+QUICK = ("linear", "simple_gla", "gamma", "mamba2_groups", "write gates, simple_gla",
+         "own products apart, simple_gla")
 """One of each kind of gates, one whose heads share keys, and ones with weights of tokens: to the engine the others are
 one of these."""
 
@@ -105,7 +106,18 @@ def test_dk_and_dv_from_one_walk(segments: int) -> None:
         Run("linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
         Run("weights, linear", replace(shape, states=7), bounds=bounds, segments=segments, one_walk=True),
         Run("weights, simple_gla", shape, torch.bfloat16, segments=segments, one_walk=True),
+        Run("own products apart, linear", shape, segments=segments, one_walk=True),
+        Run("own products apart, simple_gla", shape, torch.bfloat16, segments=segments, one_walk=True, gates=True),
         Run("write gates, simple_gla", shape, half(), segments=segments, one_walk=True, gates=True),
+    )
+
+
+def test_own_products_of_one_channel() -> None:
+    """Of states of one column, in every kernel that makes outputs and gradients of these."""
+    shape = Shape(B=1, T=37, H=2, K=9, V=1, states=3)
+    check_runs(
+        Run("own products apart, simple_gla", shape, torch.bfloat16, bounds=(0, 5, 5, 37)),
+        Run("own products apart, gamma", replace(shape, states=1), torch.bfloat16),
     )
 
 

@@ -14,6 +14,7 @@ from flexsp.kernels.rotary import rotate
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
+from tests.marks import slow
 
 BF16 = torch.bfloat16
 
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     bounds: tuple[int, ...] = ()
     states: bool = True
     others: tuple[str, ...] = ("g",)
+    strict: bool = False
 
 
 CASES = {
@@ -40,6 +42,8 @@ CASES = {
     "values in two tiles, pairs in two": Case(T=20, K=70, V=80, S=35, groups=1),
     "shared rows": Case(groups=1, V=5, others=("g_gamma",)),
     "wide values": Case(T=17, V=270, groups=1),
+    "own products apart": Case(bounds=(0, 0, 17, 20, 20, 41), strict=True),
+    "own products apart, one column": Case(T=20, V=1, groups=1, strict=True),
 }
 
 
@@ -77,7 +81,8 @@ def gradients(
             given[name] = None if given[name] is None else given[name].repeat_interleave(2 // case.groups, 2)
     bounds = torch.tensor(case.bounds) if case.bounds else None
     o, final = diagonal(
-        **given, scale=0.3, output_final_state=case.states, cu_seqlens=bounds, pairwise=case.pairwise
+        **given, scale=0.3, output_final_state=case.states, cu_seqlens=bounds, pairwise=case.pairwise,
+        strict=case.strict,
     )  # fmt: skip
     loss = (o.double() * weights[0]).sum()
     if final is not None:
@@ -120,9 +125,10 @@ def test_against_the_rotation(kind: str, seed: int) -> None:
 
 def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list[float]:
     """In half precision, of what angles in front of chunks get, of what every angle gets, and of its sum: against
-    float64 with the same rows. decay: of log gates, -.16 on average for 1."""
+    float64 with the same rows. decay: of log gates, -.16 on average for 1. Where they are large, tokens do not read
+    what they write themselves, as in Mamba-3."""
     T = 192 if decay > 1 else 768 if dtype == BF16 else 256  # chunks of float16 have 16 tokens, those of bfloat16 64
-    case = Case(T=T, K=16, V=16, S=8, groups=1 if decay < 1 else 2, states=decay < 1)
+    case = Case(T=T, K=16, V=16, S=8, groups=1 if decay < 1 else 2, states=decay < 1, strict=decay > 1)
     inputs = draw(case, seed)
     inputs["g"] *= decay
     inputs["v"] = inputs["v"].to(dtype).double()
@@ -178,9 +184,9 @@ def test_shards_add_up_to_what_their_states_tell(pairwise: bool, seed: int) -> N
     assert found < 1e-5
 
 
-def test_digits_that_are_lost_where_states_decay_at_once(seed: int) -> None:
-    """What `flexsp.ops.mamba3` says of log gates of -1 to -8 a token, by three seeds together; once gradients of rows
-    keep more digits, it should say less."""
-    for decay, least, most in ((6.0, 0.008, 0.025), (50.0, 0.02, 0.06)):
-        found = [run_ranks(errors_of_sums, 1, BF16, decay, seed + n, env=INTERPRETED)[0][1] for n in range(3)]
-        assert least < sum(found) / 3 < most, (decay, found)
+@pytest.mark.parametrize("decay", [5.0, *slow(20.0), 50.0])
+def test_where_states_decay_at_once(decay: float, seed: int) -> None:
+    """Mean log gates of -.8, -3.2 and -8 a token, by three seeds together. With own products in the scores, errors
+    are .011, .02 and .04."""
+    found = [run_ranks(errors_of_sums, 1, BF16, decay, seed + n, env=INTERPRETED)[0][1] for n in range(3)]
+    assert sum(found) / 3 < 0.01, found

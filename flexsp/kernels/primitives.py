@@ -91,6 +91,16 @@ def token_weights(x, stride_t, length, C: tl.constexpr):
 
 
 @triton.jit
+def sees(i, j, STRICT: tl.constexpr):
+    """Whether token i of a chunk reads what token j writes: if j is no later than i, or with STRICT earlier."""
+    if STRICT:
+        found = i > j
+    else:
+        found = i >= j
+    return found
+
+
+@triton.jit
 def power(x):
     """2^x in fp32, of a difference of cumulative gates. Digits that x in fp64 loses in fp32 would be lost of the
     result: so its whole and its other part are taken apart."""

@@ -27,12 +27,13 @@ def products(k: Tensor, rows: Tensor) -> Tensor:
 def on_engine(
     q: Tensor, k: Tensor, v: Tensor, gate: Optional, *, scale: float, initial: Optional, want_final: bool,
     cu_seqlens: Optional, sp: SequenceParallel | None, op: str, turned: Optional = None, pairwise: bool = True,
+    strict: bool = False,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
     """`diagonal` over rows [B, T, R, H, *], one after the other. The state decays before a token's first row only, by
     its log gate [B, T, H].
 
-    So row i of q reads what rows j <= i of its own token have written. turned, pairwise: as of `diagonal`, [B, T, H, S]
-    of all rows of a token.
+    So row i of q reads what rows j <= i of its own token have written, with `strict` rows j < i. turned, pairwise,
+    strict: as of `diagonal`, angles [B, T, H, S] of all rows of a token.
     """
     (B, T, R, H), further = q.shape[:4], None
     if gate is not None:
@@ -42,21 +43,22 @@ def on_engine(
     o, final = diagonal(
         q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, turned=turned, scale=scale, initial_state=initial,
         output_final_state=want_final, cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R,
-        pairwise=pairwise,
+        strict=strict, pairwise=pairwise,
     )  # fmt: skip
     return o.unflatten(1, (T, R)), final
 
 
-def own_products(reads: Tensor, keys: Tensor, x: Tensor, gamma: Tensor, eta: Tensor) -> Tensor:
+def own_products(reads: Tensor, keys: Tensor, x: Tensor, gamma: Tensor, eta: Tensor, strict: bool = False) -> Tensor:
     """The correction [B, T, R, H, P] of the engine's outputs for a token's own products.
 
     Row i of `reads` [B, T, R, H, K] must see all R products with the weight gamma [B, T, H]. The engine's row i has
-    seen the products j <= i, with the weight gamma + eta.
+    seen the products j <= i, or with `strict` j < i, with the weight gamma + eta.
     """
     R = x.shape[2]
     row, found = torch.arange(R, device=eta.device).unsqueeze(-1), torch.zeros_like(x)
     for j in range(R):
-        weight = torch.where(row >= j, -eta.unsqueeze(2), gamma.unsqueeze(2))
+        seen = row > j if strict else row >= j
+        weight = torch.where(seen, -eta.unsqueeze(2), gamma.unsqueeze(2))
         read = (reads * keys[:, :, j, None]).sum(-1)
         found = found + (weight * read).unsqueeze(-1) * x[:, :, j, None]
     return found

@@ -54,8 +54,31 @@ def writing(of: str) -> Case:
     return Case(partial(diagonal, scale=0.3), partial(_with_write_gates, scale=0.3), partial(_write_gates, of=of))
 
 
+def _apart(s: Shape, r: torch.Generator, of: str) -> dict[str, Any]:
+    return CASES[of].make(s, r) if s.V == 1 else _weights(s, r, of)
+
+
+def _without_own(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, w: torch.Tensor | None = None,
+    engine: Any = oracles.token_loop, **given: Any,
+) -> Any:  # fmt: skip
+    o, final = oracles.simple_gla(q, k, v, scale=scale, engine=engine, **given)
+    wide = torch.promote_types(o.dtype, torch.float32)
+    q, k, x = (x.to(wide) for x in (q, k, v))
+    more = -scale * (q * k).sum(-1, keepdim=True)
+    if w is not None:
+        more = more + w.unsqueeze(-1).to(wide)
+    return (o.to(wide) + more * x).to(o.dtype), final
+
+
+def apart(of: str) -> Case:
+    """As `weighed`, where tokens do not read what they write themselves; of one channel there are no weights."""
+    return Case(partial(diagonal, scale=0.3, strict=True), partial(_without_own, scale=0.3), partial(_apart, of=of))
+
+
 WEIGHED = {f"weights, {name}": weighed(name) for name in ("linear", "simple_gla", "gamma")}
 WEIGHED |= {f"write gates, {name}": writing(name) for name in ("simple_gla", "gamma")}
+WEIGHED |= {f"own products apart, {name}": apart(name) for name in ("linear", "simple_gla", "gamma")}
 
 
 @contextmanager

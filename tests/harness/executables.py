@@ -16,9 +16,10 @@ def scalar_decay_executable(
     given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float
 ) -> Any:
     """Of the kernels for scalar decays: q, k, v and those of "g" or "g_gamma" and "w" that are there; final states
-    leave."""
+    leave. Where there is "w", tokens read nothing of their own products, as in Mamba-3."""
     names = ",".join([*given][3:])
-    return Diagonal(f"{names}|1|").executable(Asked([*given.values()], initial, None, docs, scale, True, None))
+    form = f"{names}|1|{'strict' if 'w' in given else ''}|"
+    return Diagonal(form).executable(Asked([*given.values()], initial, None, docs, scale, True, None))
 
 
 def ssd_executable(given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float) -> Any:

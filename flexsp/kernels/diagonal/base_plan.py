@@ -29,6 +29,7 @@ class BasePlan(SegmentedPlan):
         values: the type of v and of the outputs; None for `dtype`.
         key_heads: heads of q and k, each of which some heads of v share; None for one each.
         neighbours: as in `SegmentedPlan`.
+        strict: tokens read what those before them write, and nothing of their own.
     """
 
     tiling: Tiling
@@ -42,6 +43,7 @@ class BasePlan(SegmentedPlan):
     values: torch.dtype | None = None
     key_heads: int | None = None
     neighbours: tuple[bool, bool] = (True, True)
+    strict: bool = False
     writing: ClassVar[str | None] = None  # the gates of keys, where these have their own: see `gate_kernel`
     skip: ClassVar[str | None] = None  # the input of weights of v in the outputs: of heads, or "w" of tokens
 

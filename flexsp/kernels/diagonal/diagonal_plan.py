@@ -287,7 +287,7 @@ class DiagonalPlan(BasePlan):
             ["q", "k", "v", *self.gate_strides, *self.strides("o"), *self.skip_strides],
             INITIAL=initial is not None, FINAL=final is not None, ALIKE=self._alike("qkv", "o"),
             STEPS=self.writing is not None, SKIP=self.skip is not None, BY_TOKEN=self.token_skips,
-            GROUP=self.group,
+            STRICT=self.strict, GROUP=self.group,
         )]  # fmt: skip
 
     def _output_of_column(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
@@ -297,7 +297,8 @@ class DiagonalPlan(BasePlan):
         states = self.chunk_states(tile, "k", "v", "@states", "@entering", initial, final, kept, reverse=False)
         constants = {
             "K": p.K, "BK": p.tiles.output.bk, "C": p.chunk, "GATED": self.gate is not None,
-            "STEPS": self.writing is not None, "SKIP": self.skip is not None, "GROUP": self.group,
+            "STEPS": self.writing is not None, "SKIP": self.skip is not None, "STRICT": self.strict,
+            "GROUP": self.group,
         }  # fmt: skip
         output = self.launch(
             "column_output_kernel", Launch(0, p.tiles.output.warps, 1), (p.n_chunks, p.B * p.H, 1),
@@ -320,7 +321,8 @@ class DiagonalPlan(BasePlan):
             ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, ends, "@states", initial, last],
             named(to, reads, sums, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
-            ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None, GROUP=self.group,
+            ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None,
+            STRICT=self.strict, GROUP=self.group,
         )  # fmt: skip
         return [dq, *self._sum_heads("d_q")]
 
@@ -349,7 +351,7 @@ class DiagonalPlan(BasePlan):
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
-            GROUP=self.group,
+            STRICT=self.strict, GROUP=self.group,
         )]  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:

@@ -29,6 +29,7 @@ from flexsp.kernels.primitives import (
     mm,
     power,
     rows_of,
+    sees,
     store_rows,
     store_state,
     token_weights,
@@ -65,14 +66,14 @@ def dq_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
     PARTS: tl.constexpr, EXACT: tl.constexpr, ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    STRICT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
     BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
     rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
-    STEPS: keys have gates of their own, `writing` (see `step_kernel`).
+    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -98,7 +99,7 @@ def dq_kernel(
         do_st = q_st
         dq_st = q_st
     rows = tl.arange(0, C)
-    causal = rows[:, None] >= rows[None, :]
+    seen = sees(rows[:, None], rows[None, :], STRICT)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = (b * (n_seg + 1) + seg).to(tl.int64) * H + h
@@ -126,10 +127,10 @@ def dq_kernel(
             da = mm(oc, tl.trans(vc), DOT, PREC)
             dqc = mm(oc, held, DOT, PREC)
             if GATED:
-                da = da * (power(tl.where(causal, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
+                da = da * (power(tl.where(seen, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
                 dqc = dqc * (power(bc) * scale)[:, None]
             else:
-                da = tl.where(causal, da * scale, 0.0)
+                da = tl.where(seen, da * scale, 0.0)
                 dqc = dqc * scale
             da = da.to(DOT)
             if READS:
@@ -162,7 +163,8 @@ def dkv_kernel(
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
-    BY_TOKEN: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
@@ -178,7 +180,7 @@ def dkv_kernel(
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
     has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN), which `writes` leave out. DSKIP: of_skip [B, H,
-    chunks, tiles, PARTS, C] are <v_j, do_j>.
+    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -210,8 +212,9 @@ def dkv_kernel(
     elif SKIP:
         weight = tl.load(skip + h).to(tl.float32)
     rows = tl.arange(0, C)
-    later = rows[None, :] >= rows[:, None]
+    seen = sees(rows[None, :], rows[:, None], STRICT)
     if DG and not EXACT:
+        later = rows[None, :] >= rows[:, None]
         before = (rows[None, :] < rows[:, None]).to(DOT)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
@@ -254,9 +257,9 @@ def dkv_kernel(
             pair = tl.zeros([C, C], tl.float32)
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             if GATED:
-                decay = power(tl.where(later, bc[None, :] - written_at[:, None], float("-inf"))) * scale
+                decay = power(tl.where(seen, bc[None, :] - written_at[:, None], float("-inf"))) * scale
             else:
-                decay = tl.where(later, scale, 0.0)
+                decay = tl.where(seen, scale, 0.0)
             if DK:
                 dac = mm(vc, tl.trans(oc), DOT, PREC)
                 da = (dac * decay).to(DOT)

@@ -75,7 +75,7 @@ class HopperWalks:
             "GATED": plan.gate is not None, "STEPS": plan.writing is not None, "SKIP": skip is not None,
             "BY_TOKEN": skip == "w",
             "BOUNDARY": boundary is not None, "LEFT": left is not None, "SUMS": False, "ENDS": False, "SKIPS": False,
-            "PARTS": 1, "PART": 0,
+            "STRICT": plan.strict, "PARTS": 1, "PART": 0,
         }  # fmt: skip
         strides = plan.skip_strides if of_keys else (1, 1, 1)
         cut = p.T, p.H, p.n_seg, p.n_chunks, p.per_seg, plan.scale

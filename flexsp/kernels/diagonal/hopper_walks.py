@@ -141,13 +141,16 @@ def _scores(r, w):
 @gluon.jit
 def _finish(
     scores, pairs, gates, writings, x, u, scale, of_pairs, of_skip, at, C: gl.constexpr, REVERSE: gl.constexpr,
-    GATED: gl.constexpr, STEPS: gl.constexpr, SUMS: gl.constexpr, SKIPS: gl.constexpr,
+    GATED: gl.constexpr, STEPS: gl.constexpr, SUMS: gl.constexpr, SKIPS: gl.constexpr, STRICT: gl.constexpr,
 ):  # fmt: skip
     """Decays the scores of a chunk, stores them at `pairs` and leaves their sums."""
     PAIR: gl.constexpr = _pairs(C)
     i = gl.arange(0, C, gl.SliceLayout(1, PAIR))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, PAIR))[None, :]
-    kept = j >= i if REVERSE else i >= j
+    if STRICT:
+        seen = j > i if REVERSE else i > j
+    else:
+        seen = j >= i if REVERSE else i >= j
     if SKIPS:
         _diagonal(of_skip + at[1] * 2 * C, scores, i == j)
     if GATED:
@@ -158,9 +161,9 @@ def _finish(
             of_w = writings
         here = of_r.load(gl.SliceLayout(1, PAIR))[:, None]
         there = of_w.load(gl.SliceLayout(0, PAIR))[None, :]
-        scores = gl.where(kept, scores * (power(there - here if REVERSE else here - there) * scale), 0.0)
+        scores = gl.where(seen, scores * (power(there - here if REVERSE else here - there) * scale), 0.0)
     else:
-        scores = gl.where(kept, scores * scale, 0.0)
+        scores = gl.where(seen, scores * scale, 0.0)
     rounded = scores.to(gl.bfloat16)
     pairs.store(rounded)
     if SUMS and REVERSE:
@@ -212,12 +215,14 @@ def walk_kernel(
     N: gl.constexpr, U: gl.constexpr, C: gl.constexpr, R_GROUP: gl.constexpr, U_GROUP: gl.constexpr,
     TURNED: gl.constexpr, REVERSE: gl.constexpr, GATED: gl.constexpr, STEPS: gl.constexpr, SKIP: gl.constexpr,
     BY_TOKEN: gl.constexpr, BOUNDARY: gl.constexpr, LEFT: gl.constexpr, SUMS: gl.constexpr, ENDS: gl.constexpr,
-    SKIPS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr, PACKED: gl.constexpr, PDL: gl.constexpr,
+    SKIPS: gl.constexpr, STRICT: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr, PACKED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """out [B, T, H, U] of r, w [B, T, *, N] and u [B, T, *, U], and of X at the segment's edge in `states`.
 
     R_GROUP heads share rows of r and w, U_GROUP those of u. STEPS: keys have gates of their own, `writing` (see
-    `step_kernel`). SKIP: out has skip [H] times u besides, or skip [B, T, H] times u (BY_TOKEN). boundary, left [N, H,
+    `step_kernel`). SKIP: out has skip [H] times u besides, or skip [B, T, H] times u (BY_TOKEN). STRICT: as
+    of `flexsp.kernels.primitives.sees`. boundary, left [N, H,
     ...] (BOUNDARY, LEFT): X where packed documents begin, as they are walked, and where they end. PARTS: out has a row
     for so many heads, the sum of theirs, and this is the walk of one of them, PART. All but the first add to what the
     walk before left.
@@ -282,7 +287,7 @@ def walk_kernel(
     at = first_sums + c.to(gl.int64) * n_u, row.to(gl.int64) * n_chunks + c
     _finish(
         scores, pairs.index(0), gates.index(0), writings.index(0), xs.index(0), us.index(0), scale, of_pairs, of_skip,
-        at, C, REVERSE, GATED, STEPS, SUMS, SKIPS,
+        at, C, REVERSE, GATED, STEPS, SUMS, SKIPS, STRICT,
     )  # fmt: skip
     to_out, length = out, 0
     b_next = 0.0
@@ -402,7 +407,7 @@ def walk_kernel(
         at = first_sums + later.to(gl.int64) * n_u, row.to(gl.int64) * n_chunks + later
         _finish(
             scores, pairs.index(1 - s), gates.index(1 - s), writings.index(1 - s), xs.index(1 - s), us.index(1 - s),
-            scale, of_pairs, of_skip, at, C, REVERSE, GATED, STEPS, SUMS, SKIPS,
+            scale, of_pairs, of_skip, at, C, REVERSE, GATED, STEPS, SUMS, SKIPS, STRICT,
         )  # fmt: skip
         if PACKED and LEFT:
             ends = first if REVERSE else last

@@ -34,6 +34,7 @@ def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
     initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool, rows: int = 1,
     w: Optional = None, i: Optional = None, turned: Optional = None, pairwise: bool = True,
+    strict: bool = False,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t: outputs in v's dtype, final states in
     that of states.
@@ -49,7 +50,7 @@ def run(
         rows: how many of T are a token of `sp.set_lengths`.
         w: [B, T, H], or None for zeros.
         i: natural logarithms [B, T, H], or None for zeros.
-        turned, pairwise: as of `flexsp.kernels.diagonal.op.diagonal`.
+        turned, pairwise, strict: as of `flexsp.kernels.diagonal.op.diagonal`.
     """
     anchor = None
     if sp is not None:
@@ -66,7 +67,7 @@ def run(
     weights = None if w is None else layout.chunks(w.unsqueeze(-1), dtype)
     keys = k if i is None else k.to(dtype) * i.to(dtype).exp().unsqueeze(-1)
     rows_of = (layout.chunks(q, dtype) * scale, layout.chunks(keys, dtype), layout.chunks(v, dtype))
-    step = _Step(layout, *rows_of, gates, weights)
+    step = _Step(layout, *rows_of, gates, weights, strict)
     zero = torch.zeros_like(step.summaries[:, :, 0])
     o, final = reference.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)
     return o.to(v.dtype), final
@@ -74,11 +75,12 @@ def run(
 
 class _Step:
     """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V], log gates [B, H, chunks, C], and weights
-    [B, H, chunks, C, 1] of a token's own values."""
+    [B, H, chunks, C, 1] of a token's own values. strict: tokens do not read what they write themselves."""
 
     def __init__(
-        self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional, weights: Optional
-    ) -> None:
+        self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional, weights: Optional,
+        strict: bool,
+    ) -> None:  # fmt: skip
         self.layout, self.v, self.weights = layout, v, weights
         causal = torch.ones(layout.C, layout.C, dtype=torch.bool, device=q.device).tril()
         scores = q @ k.transpose(-1, -2)
@@ -89,6 +91,8 @@ class _Step:
             self.scores, self.reads = scores * decay, q * since_start.exp().unsqueeze(-1)
             writes = k * decay[..., -1, :, None]
             self.log_a = clamped(since_start[..., -1])
+        if strict:
+            self.scores = self.scores.masked_fill(~causal.tril(-1), 0.0)
         self.summaries = writes.transpose(-1, -2) @ v
 
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:

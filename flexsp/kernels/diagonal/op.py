@@ -26,16 +26,16 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "diagonal_pair", "ssd"]
 class Diagonal(Engine):
     """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
     [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned_pairs" or
-    "turned_halves" [B, T, H, S], by which the caller has turned q and k. The form is "names|rows|description": those
-    that are there, the rows of a token, and what ranks compare of the call."""
+    "turned_halves" [B, T, H, S], by which the caller has turned q and k. The form is "names|rows|strict|description":
+    those that are there, the rows of a token, "strict" or nothing, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
 
     def __init__(self, form: str) -> None:
         self.form = form
-        names, rows, self.description = form.split("|", 2)
-        self.rows, self.names = int(rows), ("q", "k", "v", *_split(names))
+        names, rows, strict, self.description = form.split("|", 3)
+        self.rows, self.strict, self.names = int(rows), bool(strict), ("q", "k", "v", *_split(names))
         self.gate = next((name for name in self.names if name in ("g", "g_gamma")), None)
         self.turned = next((name for name in self.names if name in _TURNED.values()), None)
 
@@ -50,7 +50,8 @@ class Diagonal(Engine):
         angles = 0 if self.turned is None else asked.tensors[self.names.index(self.turned)].shape[-1]
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2], neighbours(asked.group), "w" in self.names, "i" in self.names, self.turned, angles,
+            q.shape[2], neighbours(asked.group), self.strict, "w" in self.names, "i" in self.names,
+            self.turned, angles,
         )  # fmt: skip
 
 
@@ -101,14 +102,15 @@ class _InPytorch:
     """The same calls where no kernels run them."""
 
     def run(self, how: str, asked: Asked) -> tuple[torch.Tensor, torch.Tensor | None]:
-        names, rows, description = how.split("|", 2)
+        names, rows, strict, description = how.split("|", 3)
         given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
         q, k, v, g, g_gamma, w, i = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w", "i"))
         assert q is not None and k is not None and v is not None
-        turned = next(((given[name], pairwise) for pairwise, name in _TURNED.items() if name in given), (None, True))
+        pairwise = _TURNED[False] not in given
+        turned = given.get(_TURNED[pairwise])
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows), w, i, *turned,
+            asked.want_final, int(rows), w, i, turned, pairwise, bool(strict),
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -138,6 +140,7 @@ def diagonal(
     sp: SequenceParallel | None = None,
     op: str = "linear attention",
     rows: int = 1,
+    strict: bool = False,
     pairwise: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already
@@ -158,6 +161,9 @@ def diagonal(
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
     of T; ``cu_seqlens`` count those too.
+
+    strict: tokens do not read what they write themselves, o_t = scale q_t (S_t - e^{i_t} k_t v_t^T) + w_t v_t. It would
+    be rounded with all else that they read, and so would its gradients. Callers can add it exactly, by `w`.
     """
     if w is not None and (q.shape[2] != v.shape[2] or v.shape[-1] == 1):
         expected = f"queries of {v.shape[2]} heads and values of more than one channel"
@@ -165,7 +171,7 @@ def diagonal(
     if i is not None and g is None and g_gamma is None:
         raise ValueError("i: expected write gates beside g or g_gamma; got neither of these")
     angles = {} if turned is None else {_TURNED[pairwise]: turned}
-    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, angles)
+    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, angles, strict)
     if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
         o, final = Diagonal.run(
@@ -182,20 +188,21 @@ def diagonal(
 def _described(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None,
     w: torch.Tensor | None, i: torch.Tensor | None, scale: float, packed: bool, op: str, rows: int,
-    angles: dict[str, torch.Tensor],
+    angles: dict[str, torch.Tensor], strict: bool = False,
 ) -> tuple[str, list[torch.Tensor]]:  # fmt: skip
     """The form and the tensors of a call of `diagonal`."""
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
     call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
     call += ", turned" if angles else ""
+    call += ", own products apart" if strict else ""
     call += ", packed" if packed else ""
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
     tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *angles.values()]
-    return f"{','.join([*gates[:1], *others, *angles])}|{rows}|{call}", tensors
+    return f"{','.join([*gates[:1], *others, *angles])}|{rows}|{'strict' if strict else ''}|{call}", tensors
 
 
 def _in_blocks(blocks: ColumnBlocks, tensors: list[torch.Tensor], angles: int = 0) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from flexsp.kernels.primitives import (
     mm,
     power,
     rows_of,
+    sees,
     store_columns,
     store_state,
     token_weights,
@@ -21,13 +22,13 @@ from flexsp.runtime.launch import begin
 
 
 @triton.jit
-def _scores(q, k, bc, into, later, scale, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
-    """Transposed: of queries at or after the keys of their rows, decayed. Keys have the gates `into`."""
+def _scores(q, k, bc, into, seen, scale, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """Transposed: of queries that see the keys of their rows, decayed. Keys have the gates `into`."""
     found = mm(k, tl.trans(q), DOT, PREC)
     if GATED:
-        found = found * (power(tl.where(later, bc[None, :] - into[:, None], float("-inf"))) * scale)
+        found = found * (power(tl.where(seen, bc[None, :] - into[:, None], float("-inf"))) * scale)
     else:
-        found = tl.where(later, found * scale, 0.0)
+        found = tl.where(seen, found * scale, 0.0)
     return found
 
 
@@ -81,6 +82,7 @@ def output_kernel(
     STEPS: tl.constexpr,
     SKIP: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    STRICT: tl.constexpr,
     GROUP: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
@@ -89,7 +91,7 @@ def output_kernel(
     """o = scale (tril(q k^T . E) v + e^b q S), docs/math.md, section 2.
 
     GROUP heads share rows of q and of k. STEPS: keys have gates of their own, `writing` (see `step_kernel`). SKIP: o
-    has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN).
+    has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN). STRICT: as of `sees`.
 
     The state is held transposed, [BV, BK >= K]: so it enters its product from registers, and o leaves transposed.
     """
@@ -114,7 +116,7 @@ def output_kernel(
         v_st = q_st
         o_st = q_st
     rows = tl.arange(0, C)
-    later = rows[None, :] >= rows[:, None]
+    seen = sees(rows[None, :], rows[:, None], STRICT)
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = (b * (n_seg + 1) + seg).to(tl.int64) * H + h
@@ -138,7 +140,7 @@ def output_kernel(
         if BY_TOKEN:
             weights = token_weights(skip + start * w_st, w_st, length, C)
         if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-            p = _scores(qc, kc, bc, written_at, later, scale, GATED, DOT, PREC)
+            p = _scores(qc, kc, bc, written_at, seen, scale, GATED, DOT, PREC)
             if BY_TOKEN:  # as what a token reads of itself: there are no registers for one more sum
                 p += tl.where(rows[None, :] == rows[:, None], weights[None, :], 0.0)
             p = p.to(DOT)

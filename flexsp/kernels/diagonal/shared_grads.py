@@ -33,6 +33,7 @@ from flexsp.kernels.primitives import (
     mm,
     power,
     rows_of,
+    sees,
     store_rows,
     store_state,
 )
@@ -135,7 +136,8 @@ def column_output_kernel(
     q, k, v, gate, writing, skip, o, entering, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, g_sb, g_sh, o_sb, o_st, o_sh, T, H, kept, scale,
     K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr,
-    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    STRICT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """o of one chunk where V is 1, as `output_kernel` makes it, of the states `entering` [B, kept, H, K].
 
@@ -154,14 +156,15 @@ def column_output_kernel(
     here = tl.sum(qc.to(tl.float32) * S[None, :] + 0.0, axis=1) * scale
     scores = tl.zeros([C, C], tl.float32)
     if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-        scores = tl.where(i[:, None] >= i[None, :], mm(qc, tl.trans(kc), DOT, PREC) * scale, 0.0)
+        scores = tl.where(sees(i[:, None], i[None, :], STRICT), mm(qc, tl.trans(kc), DOT, PREC) * scale, 0.0)
     if GATED:
         bc = rows_of(gate + b.to(tl.int64) * g_sb + h * g_sh, c, C)
         into = bc
         if STEPS:
             into = rows_of(writing + b.to(tl.int64) * g_sb + h * g_sh, c, C)
         here = here * power(bc)
-        scores = scores * power(tl.where(i[:, None] >= i[None, :], bc[:, None] - into[None, :], float("-inf")))
+        seen = sees(i[:, None], i[None, :], STRICT)
+        scores = scores * power(tl.where(seen, bc[:, None] - into[None, :], float("-inf")))
     here += tl.sum(scores * value[None, :] + 0.0, axis=1)
     if SKIP:
         here += value * tl.load(skip + h).to(tl.float32)
@@ -175,7 +178,8 @@ def shared_values_kernel(
     first_chunk, T, H, n_chunks, kept, heads, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    SKIP: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    SKIP: tl.constexpr, STRICT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS of one chunk, for `heads` of the GROUP heads that share rows of q
     and k.
@@ -183,7 +187,7 @@ def shared_values_kernel(
     Of the chunks from `first_chunk` on; leaving and dscores have `kept` chunks. dscores [B, kept, groups, blocks, C,
     C]: scale sum_h (do_i . v_j) E_ij. SUMS: sums [B, H, chunks, C, PARTS, 4], over parts of the channels: <v_j, dv_j>
     without the skip; what i reads of its own chunk, of the same rounded scores, so that pairs that both end before a
-    token cancel; <v_i, do_i>; 0.
+    token cancel; <v_i, do_i>; 0. STRICT: as of `sees`.
     """
     begin(PDL)
     c = first_chunk + tl.program_id(0)
@@ -200,12 +204,12 @@ def shared_values_kernel(
     row = b.to(tl.int64) * H
     held = b.to(tl.int64) * kept + tl.program_id(0)
     i = tl.arange(0, C)
-    earlier = i[:, None] >= i[None, :]
+    seen = sees(i[:, None], i[None, :], STRICT)
     qc = load_rows(q, q_st, length, 0, C, K, BK)
     kc = load_rows(k, k_st, length, 0, C, K, BK)
     scores = tl.zeros([C, C], tl.float32)
     if length >= 0:  # always; Triton splits a product in a branch over all warps (see ARCHITECTURE.md, "Walks")
-        scores = tl.where(earlier, mm(qc, tl.trans(kc), DOT, PREC) * scale, 0.0)
+        scores = tl.where(seen, mm(qc, tl.trans(kc), DOT, PREC) * scale, 0.0)
     total = tl.zeros([C, C], tl.float32)
     first_head = group * GROUP + block * heads
     for h in range(first_head, tl.minimum(first_head + heads, group * GROUP + GROUP)):
@@ -226,7 +230,7 @@ def shared_values_kernel(
             bc = rows_of(gate, at, C)
             b_end = tl.load(gate + at * C + C - 1)
             written_at = rows_of(writing, at, C) if STEPS else bc
-            decay = power(tl.where(earlier, bc[:, None] - written_at[None, :], float("-inf")))
+            decay = power(tl.where(seen, bc[:, None] - written_at[None, :], float("-inf")))
             a = scores * decay
             total += dac * decay
             left = power(b_end - written_at)
@@ -260,7 +264,7 @@ def shared_values_kernel(
         else:
             store_rows(dv + h * dv_sh, dvc, dv_st, length, 0, C, V, BV)
     to = dscores + ((held * groups + group) * tl.num_programs(1) + block) * C * C + i[:, None] * C + i[None, :]
-    tl.store(to, tl.where(earlier, total * scale, 0.0).to(dscores.dtype.element_ty))
+    tl.store(to, tl.where(seen, total * scale, 0.0).to(dscores.dtype.element_ty))
 
 
 @triton.jit

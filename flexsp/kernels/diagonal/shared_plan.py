@@ -113,6 +113,7 @@ class SharedGradients:
             "shared_values_kernel", tiles.values, 1, first,
             ["q", "k", "v", "do", plan.gates, plan.writing, plan.skip, "@leaving", "d_v", "@dscores", *sums],
             named("d_v", "@dscores", *sums), plan.strides("d_v"), SUMS=dsums, SKIP=plan.skip is not None,
+            STRICT=plan.strict,
         )  # fmt: skip
         keys = self._over_heads(
             "shared_keys_kernel", tiles.keys, self._key_tiles, first,

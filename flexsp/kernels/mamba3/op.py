@@ -374,7 +374,8 @@ def rows(
     B: Tensor, C: Tensor, B_bias: Optional, C_bias: Optional, turned: Tensor, arrived: Optional, until: Optional,
     gamma: Tensor, eta: Tensor, D: Optional, pairwise: bool,
 ) -> Rows:  # fmt: skip
-    """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), and w = D - eta <B + B_bias, C + C_bias>.
+    """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), and w = D + gamma <B + B_bias, C + C_bias>, by which
+    tokens have their own products: the engine leaves these out (`strict`).
 
     Args:
         B, C: [B, T, G, K]; biases [H, K] or None.

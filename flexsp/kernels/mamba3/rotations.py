@@ -109,7 +109,7 @@ def rows_kernel(
 ):  # fmt: skip
     """q = R(c + c_bias), k = (gamma + eta) R(b + b_bias) [batch, T, H, K] in their dtype, R a rotation by turns
     [batch, T, H, S]; in fp32 own = <b + b_bias, c + c_bias> [batch, T, H], and the factor of a token's own values,
-    w = d - eta own [batch, H, T].
+    w = d + gamma own [batch, H, T].
 
     A program takes HEADS heads of a group. arrived [batch, H, S]: sums from the ranks before; until: as in `_turned`.
     """
@@ -150,7 +150,7 @@ def rows_kernel(
             products += x3 * y3 + x4 * y4
         product = tl.sum(products, axis=1)
         tl.store(own + row, product, mask=there)
-        factor = -behind * product
+        factor = mine * product
         if SKIP:
             factor += tl.load(d + h).to(tl.float32)
         tl.store(w + (batch * H + h) * T + t, factor, mask=there)
@@ -200,7 +200,7 @@ def rows_grad_kernel(
         behind = tl.load(eta + row, mask=there, other=0.0)
         back = tl.load(dw + (batch * H + h) * T + t, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
-        less = (behind * back)[:, None]
+        own_part = (mine * back)[:, None]
         if TURNS:
             product = tl.load(own + row, mask=there, other=0.0)
             of_weight = tl.zeros([BT], tl.float32)
@@ -211,14 +211,14 @@ def rows_grad_kernel(
             v1, v2 = v1 * cos + v2 * sin, v2 * cos - v1 * sin
             u1, u2 = u1 * cos + u2 * sin, u2 * cos - u1 * sin
         products = v1 * x1 + v2 * x2
-        v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
-        u1, u2 = u1 - less * x1, u2 - less * x2
+        v1, v2 = weight * v1 + own_part * y1, weight * v2 + own_part * y2
+        u1, u2 = u1 + own_part * x1, u2 + own_part * x2
         db1, db2, dc1, dc2 = db1 + v1, db2 + v2, dc1 + u1, dc2 + u2
         if B_BIAS or C_BIAS:
             _store_sums(dbiases + (n * H + h) * (2 * K), v1, v2, u1, u2, FIRST + p, K, HALVES)
         if TURNS:
             of_weight += tl.sum(products, axis=1)
-            both = tl.join(of_weight, of_weight - back * product)
+            both = tl.join(of_weight + back * product, of_weight)
             tl.store(dweights + (row * 2)[:, None] + tl.arange(0, 2)[None, :], both, mask=there[:, None])
         else:
             tl.store(still + row, tl.sum(products, axis=1), mask=there)

@@ -29,6 +29,8 @@ class Call(NamedTuple):
         gate: log gates [B, T, H] or [B, T, H, K] in the accumulation dtype, at least so large that differences of
             their sums keep what follows; None where nothing decays.
         column: step sizes [B, T, H], factors of what a token writes, or None.
+        turned, own: where q and k were turned by running sums of angles that have gradients, the turns [B, T, H, S] and
+            scale <q, k> [B, T, H]; see `on_diagonal`. Else None.
         given: what else the call brings, by name.
         initial: [N, H, K + rows, V + columns], or None.
     """
@@ -45,6 +47,8 @@ class Call(NamedTuple):
     cu_seqlens: Optional = None
     group: SequenceParallel | None = None
     fallback: str | None = None
+    turned: Optional = None
+    own: Optional = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -79,10 +83,14 @@ class Call(NamedTuple):
         return {} if self.gate is None else {"g" if self.gate.dim() == 3 else "gk": self.gate}
 
 
-def on_diagonal(call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, op: str) -> tuple[Tensor, Optional]:
+def on_diagonal(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, op: str, turned: Optional = None
+) -> tuple[Tensor, Optional]:  # fmt: skip
     """S_t = e^{g_t} S_{t-1} + sum over rows of k_t v_t^T, o_t = scale q_t S_t, for rows [B, T, R, H, *] in one dtype.
 
-    The diagonal engine runs it; with a gate for each channel (then R is 1) a compiled program does.
+    The diagonal engine runs it; with a gate for each channel (then R is 1) a compiled program does. turned
+    [B, T, H, S]: by how many turns the caller has rotated pairs of channels of q and k, not for autograd: the engine
+    gives the gradient. Then o_t lacks what token t itself writes, in which turns cancel, but not what rounds it.
     """
     if call.gate is not None and call.gate.dim() == 4:
         q, k, v = (x.squeeze(2) for x in (q, k, v))
@@ -96,7 +104,7 @@ def on_diagonal(call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, 
     check.same_call(call.group, op, q, *q.shape[2:], v.shape[-1], N, call.cu_seqlens is None)
     return on_engine(
         q, k, v, call.gate, scale=call.scale, initial=initial, want_final=call.want_final, cu_seqlens=call.cu_seqlens,
-        sp=call.group, op=op,
+        sp=call.group, op=op, turned=turned, strict=turned is not None,
     )  # fmt: skip
 
 

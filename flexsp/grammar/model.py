@@ -17,7 +17,7 @@ from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
-from flexsp.grammar.engines import Call
+from flexsp.grammar.engines import Call, on_diagonal
 from flexsp.grammar.feature_map import FeatureMap, identity
 from flexsp.grammar.rope import Angles, split_angle
 from flexsp.grammar.transition import Transition, one_step_gd
@@ -255,10 +255,13 @@ class FlexLinearAttention:
         before = None
         if self._keeps_angle:
             initial_state, before = split_angle(initial_state, sizes[1])
-        angles = self._angles(q, given, before, cu_seqlens, group)
+        angles, turned, own = self._angles(q, given, before, cu_seqlens, group), None, None
+        if angles is not None and "theta" in given and self._on_the_diagonal_engine:
+            turned, own = angles.taken(), scale * (q * k).sum(-1)
         q, k = self._map(q, angles), self._map(k, angles)
         call = Call(
-            q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback
+            q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback,
+            turned, own,
         )
         o, final = self._run(call)
         if angles is not None and output_final_state:
@@ -280,6 +283,12 @@ class FlexLinearAttention:
         if self._objective is not None:
             return self._objective.run(call._replace(gate=_clamped(gate, per_head, q), column=column))
         common: dict[str, Any] = {"cu_seqlens": call.cu_seqlens, "sp": call.group if call.group is not None else False}
+        if call.turned is not None and call.own is not None:
+            call = call._replace(gate=_clamped(gate, per_head, q), column=column)
+            own = call.own.unsqueeze(-1) * call.values
+            q, k, v = (x.unsqueeze(2) for x in (q, k, call.values))
+            o, final = on_diagonal(call, q, k, v, call.initial, "FlexLinearAttention rope", call.turned)
+            return o.squeeze(2) + own, final
         if self._on_the_diagonal_engine:
             if column is not None:
                 v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)

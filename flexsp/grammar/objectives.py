@@ -275,9 +275,11 @@ class Spectral(Objective):
         angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
         theta, psi = angles.split([K // 2, V // 2], -1)
         # No rows are rounded: FlexLinearAttention has widened them, for the gradients of theta and psi.
-        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, theta), (call.k, theta), (call.values, psi)))
-        o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral")
-        o = rotate(o.squeeze(2), psi)
+        fixed = theta.detach()
+        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, fixed), (call.k, fixed), (call.values, psi)))
+        o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral", -theta / _TURN)
+        own = call.scale * (call.q * call.k).sum(-1, keepdim=True)
+        o = rotate(o.squeeze(2), psi) + own * call.values
         if not call.want_final:
             return o, None
         ends = last(angles, None, call.cu_seqlens, call.group)

@@ -65,6 +65,12 @@ class Angles:
         """q or k, rotated. All rows of a token have the same angle."""
         return rotate(x, self._of_tokens.unsqueeze(2) if x.dim() == 5 else self._of_tokens)
 
+    def taken(self) -> Tensor:
+        """The turns of tokens [B, T, H, K/2], for one who gives their gradient: from now on `turn` gives none."""
+        assert self._sums is not None
+        self._of_tokens = self._of_tokens.detach()
+        return self._sums
+
     def _at_end(self) -> Tensor:
         """The angle of the token after the last one, without its own theta, [N or 1, H or 1, K/2]."""
         if self._sums is not None:

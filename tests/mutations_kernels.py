@@ -423,7 +423,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_states.py",
         ("rows[n].permute((1, 0)), found", "rows[0].permute((1, 0)), found",
-         "states are read by the first keys alone", _ANY_KEYS + "[144, 192]"),
+         "states are read by the first keys alone", _ANY_KEYS + "[144]"),
         ("S[n], base + n * BK * V, here", "S[n], base, here", "documents begin with the first keys' states",
          _ANY_KEYS + "[256, packed]"),
     ),
@@ -447,7 +447,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_grads.py",
         ("found -= u * gl.sum", "found += u * gl.sum", "the gradient of a norm has the wrong sign", _ANY_KEYS + "[gated]"),
-        ("norms + first + gl.arange", "norms + gl.arange", "rows are divided by the norms of others", _ANY_KEYS + "[144, 192]"),
+        ("norms + first + gl.arange", "norms + gl.arange", "rows are divided by the norms of others", _ANY_KEYS + "[144]"),
         ("== TILES * GROUP - 1", "== 0", "gradients of heads are summed before they are there", _ANY_KEYS + "[gated]"),
         ("if gl.load(exact + row * n_chunks + c) == 0:", "if True:", "chunks take the place of tokens one by one",
          _ANY_KEYS + "[alike]"),

@@ -447,7 +447,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_grads.py",
         ("found -= u * gl.sum", "found += u * gl.sum", "the gradient of a norm has the wrong sign", _ANY_KEYS + "[gated]"),
-        ("norms + first + gl.arange", "norms + gl.arange", "rows are divided by the norms of others", _ANY_KEYS + "[144]"),
+        ("norms + first + gl.arange", "norms + gl.arange", "rows are divided by the norms of others", _ANY_KEYS + "[256]"),
         ("== TILES * GROUP - 1", "== 0", "gradients of heads are summed before they are there", _ANY_KEYS + "[gated]"),
         ("if gl.load(exact + row * n_chunks + c) == 0:", "if True:", "chunks take the place of tokens one by one",
          _ANY_KEYS + "[alike]"),

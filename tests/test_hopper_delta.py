@@ -171,7 +171,7 @@ CALLS = {
     "256, packed": Call(K=256, V=128, packed=True), "256, alike": Call(T=70, H=1, group=1, K=256, alike=True),
     "256, no gate": Call("no gate", T=130, group=1, K=256, norm=False),
     "192, product, packed": Call("product", K=192, V=128, packed=True),
-    "208, parts": Call(T=200, H=1, group=1, K=208, parts=True), "144": Call(T=70, H=1, group=1, K=144),
+    "208, parts": Call(T=200, H=1, group=1, K=208, parts=True), "144": Call(T=70, H=1, group=1, K=144, norm=False),
 }  # fmt: skip
 QUICK = "gated", "parts, packed", "product", "alike", "unit keys", "channels, alike", "96, 192", "144"
 

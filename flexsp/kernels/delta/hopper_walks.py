@@ -328,6 +328,8 @@ def forward(
             if NORM:
                 out = out * asks.index(then).load(gl.SliceLayout(0, by_sum(C)))[None, :]
             elif GATED != CHANNEL:
+                if PARTS > 1:  # loaded once more: no register is left to keep it in
+                    from_start = _of_sums(sums.index(s), C, GATED, NORM)
                 out = out * (from_start * scale)[None, :]
             out = warpgroup_mma(operand(N, C), pairs.index(then).permute((1, 0)), out, is_async=True)
             found = warpgroup_mma_wait(0, S + (out,))

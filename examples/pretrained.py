@@ -145,7 +145,8 @@ def make_model(
 
 def units(model: Any) -> list[nn.Module]:
     """What fully_shard gathers at a time: layers and the head, where they share no parameter, and the rest."""
-    parts = [*model.base_model.layers, model.get_output_embeddings()]
+    base = model.base_model
+    parts = [*(base.layers if hasattr(base, "layers") else base.blocks), model.get_output_embeddings()]
     holders = Counter(id(p) for part in parts for p in part.parameters())
     holders.update({id(p): 1 for p in model.get_input_embeddings().parameters()})
     return [*(part for part in parts if all(holders[id(p)] == 1 for p in part.parameters())), model]

@@ -132,17 +132,19 @@ class PeerMismatch(BetweenRanks, ValueError):
 
 
 class HeapTooSmall(FlexspError, ValueError):
-    """The symmetric heap cannot hold a call's state tiles; ``needed`` and ``had`` are bytes."""
+    """The symmetric heap cannot hold a call's state tiles; ``needed`` and ``had`` are bytes, ``why`` is why it has not
+    grown, where it would else."""
 
-    def __init__(self, needed: int, had: int) -> None:
-        self.needed, self.had = needed, had
+    def __init__(self, needed: int, had: int, why: str = "") -> None:
+        self.needed, self.had, self.why = needed, had, why
+        because = f" and did not grow, since {why}" if why else ""
         super().__init__(
-            f"symmetric heap too small: needed {needed} bytes, had {had}; set heap_mib of init_sequence_parallel or "
-            f"FLEXSP_HEAP_MIB to {-(-needed >> 20)} or more, on all ranks"
+            f"symmetric heap too small: needed {needed} bytes, had {had}{because}; set heap_mib of "
+            f"init_sequence_parallel or FLEXSP_HEAP_MIB to {-(-needed >> 20)} or more, on all ranks"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.needed, self.had))
+        return (type(self), (self.needed, self.had, self.why))
 
 
 class NotAvailable(FlexspError, RuntimeError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexsp.planner.model import sizes_of
-from tests.transformers_models import MODELS
+from tests.transformers_models import ALL_MODELS
 
 _TOKENS = 512
 _WIDER: dict[str, Any] = {
@@ -30,6 +30,10 @@ _OF_MODEL: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "ssm_state_size": 64, "mamba_num_heads": 16, "mamba_head_dim": 64, "n_groups": 1, "moe_latent_size": 256,
         "moe_shared_expert_intermediate_size": 256,
+    },
+    "bailing_hybrid": {
+        "kv_lora_rank": 128, "q_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
+        "num_key_value_heads": 8, "num_local_experts": 8,
     },
     "falcon_h1": {"mamba_d_ssm": 1024},
     "zamba2": {"mamba_d_state": 64, "n_mamba_heads": 16, "mamba_ngroups": 1, "num_key_value_heads": 8, "head_dim": 128},
@@ -77,7 +81,7 @@ def compare(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[float,
     """(estimated by the plan, saved by autograd) of each layer of a small model in bfloat16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = copy.deepcopy(MODELS[name])
+    sizes = copy.deepcopy(ALL_MODELS[name])
     sizes |= {key: value for key, value in _WIDER.items() if key in sizes} | _OF_MODEL.get(name, {})
     if "rope_parameters" in sizes:
         sizes["rope_parameters"]["mrope_section"] = [12, 10, 10]

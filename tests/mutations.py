@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.mutate import in_file as _in
 from tests.mutations_assembly import ASSEMBLY
+from tests.mutations_bitwise import BITWISE
 from tests.mutations_examples import EXAMPLES
 from tests.mutations_faults import FAULTS
 from tests.mutations_fla import FLA
@@ -117,7 +118,7 @@ _SCAN = [
         "flexsp/comm/transport.py",
         ("return heap.local", "return heap.peer(rank)", "put maps the others' arenas", "tests/test_transport.py"),
         ("\"put\", \"cuda\", True", "\"put\", \"cuda\", False", "put has no stage", "tests/test_transport.py"),
-        ("sp.schedule == \"chain\" and sp.transport", "sp.transport", "baselines send in the kernel",
+        ("sp.schedule == \"chain\" and transport_of", "transport_of", "baselines send in the kernel",
          "tests/test_transport.py"),
     ),
     *_in(
@@ -406,7 +407,7 @@ _FACES = [
     ),
     *_in(
         "flexsp/ops/linear_attn.py",
-        ("q, k, ones, scale=scale,", "q, k, ones, scale=1.0,", "the denominator has another scale",
+        ("(v, ones), scale=scale,", "(v, ones), scale=1.0,", "the denominator has another scale",
          "tests/test_ops.py::test_the_denominator_is_scaled"),
     ),
     *_in(
@@ -444,7 +445,7 @@ _FACES = [
          "tests/test_running_sums.py"),
     ),
     *_in(
-        "flexsp/ops/_rotary.py",
+        "flexsp/kernels/rotary.py",
         ("a * cos - b * sin", "a * cos + b * sin", "rotations", "tests/test_grammar.py::test_against_token_loop"),
     ),
     *_in(
@@ -591,5 +592,6 @@ _ATTENTION = [
 MUTATIONS = [
     *KERNELS, *ASSEMBLY, *GATES, *HOSTS, *OBJECTIVES, *MEMORY, *_SCAN, *_COMPILER, *STATES, *PROGRAMS, *_FACES, *_BETWEEN,
     *_ATTENTION, *TRANSFORMERS, *FAULTS, *FLA, *PLANNER, *SIMULATION, *EXAMPLES, *STARTING, *OPS,
+    *BITWISE,
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

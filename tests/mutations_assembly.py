@@ -111,6 +111,9 @@ ASSEMBLY = [
         ("n if m == 1 else m", "m if m == 1 else n", "tiles are not stretched", _ARITHMETIC),
         ("of_blocks = _is_block(condition) or", "of_blocks =", "a choice of numbers is a number", _ARITHMETIC),
         ("size * y % 2**64", "size * abs(y)", "no pointer goes back", _ARITHMETIC),
+        ("data.shape == shape:", "data.ndim == len(shape):", "masks of a column stay one", _ALIKE),
+        ("if other is None else (id(", "if other is None or True else (id(", "what is masked is 0", _ALIKE),
+        ("or value.shape is not pointers.shape or", "or", "values are not stretched", _ALIKE),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

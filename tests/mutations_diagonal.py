@@ -6,6 +6,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["DIAGONAL"]
 
+_TURNED = "tests/test_turned.py::test_against_the_rotation"
 _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
 _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
@@ -252,6 +253,28 @@ DIAGONAL = [
          "gates of packed documents forget the last states", _ENGINE + "test_documents[simple_gla]"),
         ('if "w" in wanted:', 'if self.of_gate(wanted):', "weights have gradients only where gates have",
          _ENGINE + "test_weights_of_tokens"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/turned_grads.py",
+        ("tl.where(second, by_row, -by_row)", "by_row", "both channels of a pair turn the same way", _TURNED + "[pairs]"),
+        ("found += (missing /", "found += 0.0 * (missing /", "chunks need not add up to what states tell",
+         "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"),
+        ("                if FINAL:\n                    missing +=", "                if not FINAL:\n                    missing +=",
+         "angles do not answer for last states of documents", _TURNED + "[documents]"),
+        ("tl.static_range(GROUP)", "tl.static_range(1)", "one head answers for all that share a row", _TURNED + "[shared rows]"),
+        ("+ c - first_seg * per_seg) * H", "+ c) * H", "later pieces read states of other chunks", _TURNED + "[pairs]"),
+        ("behind = of_chunk + TILES * K", "behind = of_chunk", "a chunk ends where it begins", _TURNED + "[pairs]"),
+        ("edges + (h - h + n_chunks) *", "edges + (h - h) *", "nothing comes from behind the last chunk", _TURNED + "[pairs]"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/turned_plan.py",
+        ('initial = plan.in_walk("@initial" if plan.initial else None)', "initial = None",
+         "documents begin without their states", _TURNED + "[documents]"),
+        ('return self.name == "turned_halves"', "return False", "halves are taken for neighbours", _TURNED + "[halves, no gate, no states]"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/in_pytorch.py",
+        ("(turned - turned.detach())", "(turned - turned).detach()", "angles have no gradients in PyTorch", _TURNED + "[pairs]"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -426,11 +426,9 @@ GATES = [
     ),
     *_in(
         "flexsp/kernels/mamba3/rotations.py",
-        ("going, mask=p < S", "going, mask=p <= S", "a head writes where the next one does", _MAMBA3_PARTS),
         ("sign = 1.0 - 2.0 * tl.abs(half)", "sign = 1.0", "half a turn turns nothing", _MAMBA3_PARTS),
         ("tl.where((t < until)[:, None]", "tl.where((t <= until)[:, None]",
          "what arrives reaches the next document", _MAMBA3_OVER),
-        ("there & (t < count)", "there", "ranks before answer for all documents", _MAMBA3_OVER),
         ("of_weight - back * product", "of_weight", "a token's weight has no part in its own product", _MAMBA3_KERNELS),
         ("weight * v2 - less * y2\n        u1", "weight * v2\n        u1", "keys get nothing from own products",
          _MAMBA3_KERNELS),
@@ -453,6 +451,8 @@ GATES = [
         ("None if dlast is None else _dense(dlast).contiguous()", "None", "sums do not answer to the ranks behind",
          _MAMBA3_OVER),
         ("if grads[2] is None else _in_memory(grads[2])", "", "outputs do not answer for the skip", _MAMBA3_KERNELS),
+        ("device=grad.device) < until", "device=grad.device) <= until", "ranks before answer for the next document",
+         _MAMBA3_PARTS),
     ),
     *_in(
         "flexsp/ops/_rows.py",
@@ -460,7 +460,7 @@ GATES = [
         ("sp=sp, op=op, rows=R", "sp=sp, op=op, rows=1", "rows are taken for tokens", _MAMBA3_RANKS),
     ),
     *_in(
-        "flexsp/ops/_rotary.py",
+        "flexsp/kernels/rotary.py",
         ("x[..., :S], x[..., K // 2 : K // 2 + S]", "x[..., :S], x[..., S : 2 * S]", "halves pair other channels",
          _MAMBA3),
     ),

@@ -49,9 +49,22 @@ _OPS = "tests/test_ops.py::test_against_the_token_loop"
 KERNELS = [
     *DIAGONAL,
     *_in(
+        "flexsp/kernels/delta/hopper_wy_transform.py",
+        ("NORM)\n            alike += pairs * pairs", "NORM)\n            alike += pairs", "steps are taken for their squares where few keys are told",
+         "tests/test_hopper_delta.py::test_equal_entries_of_an_inverse[wy_inverse]"),
+        ("    _put(tile, gl.where(x == x, found, x), i, j, TURNED)", "    _put(tile, x, i, j, TURNED)",
+         "inverses in Gluon are rounded to the nearest number",
+         "tests/test_hopper_delta.py::test_equal_entries_of_an_inverse[wy_inverse]"),
+    ),
+    *_in(
+        "flexsp/kernels/delta/wy_transform.py",
+        ("store_gain(gain, at, found, x, length, C)", "store_gain(gain, at, found, found, length, C)",
+         "few keys are told by the inverse", "tests/test_reflections.py::test_equal_entries_of_an_inverse[wy_inverse]"),
+    ),
+    *_in(
         "flexsp/kernels/alike_keys.py",
         ("* GOLDEN) & 0xFFFF)", "* 0 + 0x8000))", "equal entries of an inverse are rounded the same way",
-         "tests/test_reflections.py::test_equal_entries_of_an_inverse"),
+         "tests/test_reflections.py::test_equal_entries_of_an_inverse[channel_inverse]"),
         ("tl.where(x == x, found, x)", "found", "a NaN of ones is dithered to a number",
          "tests/test_reflections.py::test_dithered_numbers"),
         ("alike > FEW_KEYS * length", "alike > 1e9 * length", "few keys with steps just beyond 1 stay in chunks",

@@ -42,7 +42,8 @@ MEMORY = [
     ),
     *_in(
         "flexsp/ops/mlstm.py",
-        ("i=gates.log_weight, scale", "scale", "the numerator has no write gates", _OPS),
+        ("gates.log_forget, gates.log_weight, scale", "gates.log_forget, None, scale",
+         "the numerator has no write gates", _OPS),
         ("torch.where(self.empty.unsqueeze(-1), begun, found)", "found", "empty documents end with another maximum",
          _DOCUMENTS),
         ("c * one[..., None, None], n * one", "c, n * one", "the first maximum has a part of its gradient", _OPS),

@@ -67,7 +67,7 @@ OBJECTIVES = [
          "queries over P overflow in float16", _EDGES + "test_small_keys_in_float16"),
         ("columns += [] if P is None else [P.unsqueeze(-1)]", "columns += [] if P is None else [0 * P.unsqueeze(-1)]",
          "final states have no sums", _LOOP),
-        ("rotate(call.values, -psi)", "rotate(call.values, psi)",
+        ("(call.values, psi)", "(call.values, -psi)",
          "values turn the wrong way round", _LOOP),
         ("rotate(rotate(S, psi).transpose(-1, -2), theta)", "rotate(rotate(S, psi).transpose(-1, -2), 0 * theta)",
          "final states are not turned from the left", _LOOP),

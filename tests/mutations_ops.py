@@ -9,6 +9,8 @@ __all__ = ["OPS"]
 _CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
 _TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
 _RECIPES, _SEQ_IDX = "tests/test_recipes.py::", "tests/test_seq_idx.py::"
+_UNTRANSFORMED = "        untransformed(cls.title, IN_PYTORCH)\n"
+_FINAL = "        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)\n        initial"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
 
 OPS = [
@@ -169,7 +171,7 @@ OPS = [
          _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),
         ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
         ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
-        ("        untransformed(cls.title, IN_PYTORCH)\n", "", "transforms of torch.func reach the kernels",
+        (_UNTRANSFORMED + _FINAL, _FINAL, "transforms of torch.func reach the kernels",
          "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),
     *_in(
@@ -244,8 +246,13 @@ OPS = [
         "flexsp/grammar/objectives.py",
         ("call.column[:, :, None, :, None]).to(v.dtype)", "call.column[:, :, None, :, None]).to(v.dtype) * 0 + call.v",
          "step sizes do not weigh the values of several steps", "tests/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
-        ("rotate(call.values, -psi).to(call.v.dtype)", "rotate(call.values, -psi)", "values in float32 beside half precision",
+    ),
+    *_in(
+        "flexsp/grammar/model.py",
+        ('of_tokens = self.transition.kind == "spectral" or', "of_tokens =", "angles of spectral transitions answer to rounded rows",
          "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
+        ('"spectral" or "theta" in self.features.inputs', '"spectral"', "angles of rope answer to rounded rows",
+         "tests/test_gate_gradients.py::test_angles[rope]"),
     ),
     *_in(
         "flexsp/nn/verify.py",

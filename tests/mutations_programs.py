@@ -16,6 +16,11 @@ _ROWS = "tests/test_input_rows.py::"
 
 PROGRAMS = [
     *_in(
+        "flexsp/compiler/planning/generated_plan.py",
+        ('"DITHERED": self.products == torch.bfloat16', '"DITHERED": False', "generated inverses are rounded to the nearest number",
+         "tests/test_reflections.py::test_which_generated_inverses_are_dithered"),
+    ),
+    *_in(
         "flexsp/compiler/backend/pieces.py",
         ("return node.target in _WITH_DIAGONAL or (", "return (", "each piece of the columns has a diagonal of its own", _PIECES),
         ("return sizes[at % len(sizes)] == self.cols", "return False", "running sums start anew in each piece", _PIECES),

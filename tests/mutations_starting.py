@@ -8,6 +8,8 @@ from tests.mutate import in_file as _in
 __all__ = ["STARTING"]
 
 _GROUP = "tests/test_group.py::"
+_GROWS = "tests/test_propagate.py::test_heaps_grow_with_the_states_of_calls"
+_TOGETHER = "tests/test_exchanges.py::test_two_scans_travel_together"
 _AUTO = "tests/test_transport.py::test_what_auto_takes"
 
 _HYBRID = "tests/test_train_hybrid.py::"
@@ -120,6 +122,35 @@ STARTING = [
         ('if name == "put" and not any(problems):', "if False:", "auto takes put where its first call fails", _AUTO),
         ('if transport != "auto" or name != "put":', "if True:", "auto takes put where nothing arrives by it", _AUTO),
         ("        sp.start_anew()\n", "", "a failed trial is remembered", _AUTO),
+        ("(sp.world_size == dist.get_world_size() or not chosen.of_world)", "True",
+         "a part of the world makes what all of it must", "tests/test_transport.py::test_which_heaps_grow"),
+    ),
+    *_in(
+        "flexsp/scan/propagate.py",
+        ("    larger.counters[:COUNTERS].copy_(channel.counters[:COUNTERS])", "    larger.counters[:COUNTERS]",
+         "a larger heap forgets a failure", _GROWS),
+        ("sp.open_heap(max(needed, 2 * had))", "sp.open_heap(needed)", "many heaps, each a little larger", _GROWS),
+        ("    sp.outgrown.append((sp.heap, channel))", "    sp.outgrown.append((heap, channel))",
+         "memory of captured graphs is lost", _GROWS),
+    ),
+    *_in(
+        "flexsp/scan/both.py",
+        ("nseg2, H2, max_tiles,", "nseg, H2, max_tiles,", "both states have as many segments",
+         _TOGETHER + "[posix-chain-False]"),
+        ("decays.append(a.repeat_interleave(F.shape[2:].numel() // piece, 1))",
+         "decays.append(a.repeat(1, F.shape[2:].numel() // piece))", "heads decay by the gates of others",
+         _TOGETHER + "[process_group-chain-False]"),
+    ),
+    *_in(
+        "flexsp/kernels/executable.py",
+        ("        run_steps(steps[at + 1 :], frame, device)\n", "        run_steps(steps[at:], frame, device)\n",
+         "states travel together, and each alone after that",
+         "tests/test_exchanges.py::test_exchanges_of_a_pass[mlstm-kernels-False]"),
+    ),
+    *_in(
+        "flexsp/comm/transport.py",
+        ('name, device, sends_in_kernel = PROCESS_GROUP, "any", False', 'name, device = PROCESS_GROUP, "any"',
+         "kernels send where there is no memory to send to", "tests/test_transport.py::test_who_sends"),
     ),
     *_in(
         "flexsp/launch/doctor.py",

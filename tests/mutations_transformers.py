@@ -11,6 +11,8 @@ _MODELS = "tests/test_transformers.py::test_equals_the_whole_model"
 _TRAINING = "tests/test_transformers_training.py::"
 _BATCH = "tests/test_transformers_batch.py::"
 _LATER = "tests/test_transformers_later.py::"
+_FAMILIES = "tests/test_transformers_families.py::test_equals_the_whole_model"
+_HEADS = "tests/test_transformers_heads.py::"
 _EXAMPLE = "tests/test_train_hybrid.py::"
 
 TRANSFORMERS = [
@@ -24,6 +26,8 @@ TRANSFORMERS = [
          _BATCH + "test_where_positions_begin_documents[a jump ahead]"),
         ("set() if positions is None else _starts", "set() if positions is None or mask is None and \"attention_mask\" in given else _starts",
          "with a mask of ones, positions say nothing", _BATCH + "test_documents[position_ids]"),
+        ("shifted = labels\n", "shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]\n", "labels of tokens are shifted",
+         _HEADS + "test_tokens_are_classified[minimax]"),
         ("        again = again & mask[:, 1:].to(again.device)\n", "        pass\n", "positions of padding begin documents",
          _BATCH + "test_where_positions_begin_documents[padding]"),
         ("    _compare(sp, given, lengths)\n", "", "ranks do not compare their batches",
@@ -49,11 +53,40 @@ TRANSFORMERS = [
     ),
     *_in(
         "flexsp/integrations/transformers/functions.py",
-        ("weight, bias, flexsp_shard.cu_seqlens)", "weight, bias)", "convolutions reach into another document",
+        ("weight, bias, shard.cu_seqlens)", "weight, bias)", "convolutions reach into another document",
          _MODELS + "[kimi_linear]"),
+        ("gate, delta_bias, delta_softplus, **ranks", "gate, delta_bias, False, **ranks", "steps of Mamba-1 have no softplus",
+         _FAMILIES + "[mamba]"),
         ("dt_softplus, dt_limit=dt_limit,", "dt_softplus,", "steps have no limits", _MODELS + "[mamba2]"),
         ("scale=scaling, window=sliding_window", "scale=scaling", "windows are forgotten",
-         _BATCH + "test_sliding_windows"),
+         _BATCH + "test_sliding_windows", _FAMILIES + "[lara_mini]", _FAMILIES + "[lfm3]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/own_forwards.py",
+        (".log()\n", ".log() * 0.9\n", "RG-LRU has other gates", _FAMILIES + "[recurrent_gemma]"),
+        ("    decay = -module.slope_rate", "    decay = -0.9 * module.slope_rate", "lightning attention has other slopes", _FAMILIES + "[minimax]"),
+        ("(*every, hidden) if mamba", "(*every,) if mamba", "the normalised hidden states are left out",
+         _HEADS + "test_a_base_model[falcon_mamba-Model]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/xlstm.py",
+        ("return h - h.detach() * change.unsqueeze(-1).to(h.dtype), None", "return h, None", "xLSTM's stabiliser has no derivative",
+         _FAMILIES + "[xlstm]"),
+        ("torch.minimum(eps / (small + eps), 1 - ratio.squeeze(-1).abs())", "(eps / (small + eps))", "xLSTM's denominator is its lower bound",
+         _FAMILIES + "[xlstm]"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/heads.py",
+        ("else ids.ne(padding)", "else ids.ne(-1)", "padding is classified", _HEADS + "test_sequences_are_classified"),
+        ("(ranks * (every[..., -1] != 0)).argmax(0)", "(every[..., -1] != 0).int().argmax(0)", "the first rank's token is classified",
+         _HEADS + "test_sequences_are_classified"),
+        ("        loss = loss * shard.sp.world_size\n", "", "the loss of tokens is a share", _HEADS + "test_tokens_are_classified[minimax]"),
+        ("    if shard.cu_seqlens is not None:\n", "    if False:\n", "packed documents are one sequence", _HEADS + "test_refused_sequences"),
+    ),
+    *_in(
+        "flexsp/integrations/transformers/model.py",
+        ("type(module).forward, found or {}, functools.partial(_entering, keeps=_takes_more(module))",
+         "type(module).forward, found or {}, None", "layers that are computed again have no shard", _FAMILIES + "[jamba]"),
     ),
     *_in(
         "flexsp/integrations/transformers/forwards.py",
@@ -90,6 +123,11 @@ TRANSFORMERS = [
         ("getattr(module, name, 0) > most", "False", "heads that no operator takes", _BATCH + "test_refused_models_name_everything"),
         ("    elif len(found) < mixers:", "    elif False:", "layers that were taken out", _BATCH + "test_a_mixer_that_came_later"),
         ("not _is_activated(module)", "True", "activated LoRA looks for its tokens in a shard", _LATER + "test_refused_adapters"),
+        ("for kind in rope.values() if isinstance(rope, dict) else (rope,):", "for kind in (rope,):", "dynamic rotary embeddings of one kind of layers",
+         _HEADS + "test_rotary_embeddings_of_kinds_of_layers"),
+        ("return kind == seam.base or", "return kind == \"Model\" or", "a base model that takes images", _HEADS + "test_models_that_take_images_lead_to_their_language_model"),
+        ("found is not None and (callable(found) or \"causal_conv1d_fn\" in found)", "found is not None", "a convolution in a layer around a mixer",
+         _HEADS + "test_a_convolution_around_a_mixer"),
         ('"miss", "oft", "shira", "vera",', '"miss", "oft", "poly", "vera",', "another list of adapters",
          _LATER + "test_refused_adapters", _LATER + "test_adapters[named]"),
         ('_BY_LENGTH = ("dynamic", "longrope")', '_BY_LENGTH = ("longrope",)', "dynamic rotary embeddings are taken",

@@ -37,7 +37,7 @@ FLAGS = {
     ],
     "compile": [
         "--layer", "--variant", "--H", "--K", "--V", "--gates", "--tokens", "--B", "--packed", "--dtype", "--ranks",
-        "--schedule", "--transport", "--heap", "--gpu", "--cuda", "--out", "--jobs", "--check",
+        "--schedule", "--transport", "--register", "--heap", "--gpu", "--cuda", "--out", "--jobs", "--check",
     ],
     "bench scale": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--gates", "--variant",
@@ -53,8 +53,8 @@ FLAGS = {
         "--repeats", "--child",
     ],
     "bench model": [
-        "--size", "--T", "--sp", "--unmodified", "--profile", "--ranks", "--warmup", "--iterations", "--timeout",
-        "--out",
+        "--size", "--T", "--sp", "--unmodified", "--profile", "--transport", "--register", "--ranks", "--warmup",
+        "--iterations", "--timeout", "--out",
     ],
     "bench traffic": [
         "--B", "--H", "--K", "--V", "--dtype", "--warmup", "--iterations", "--out", "--strict", "--op", "--T",
@@ -129,11 +129,13 @@ def test_registered_transports_have_names_on_the_command_line(
     assert "choose from" in capsys.readouterr().err
     (tmp_path / "some_transport.py").write_text(
         "from flexsp.comm.transport import Transport, register_transport\n"
-        "class Mine(Transport):\n    name, device = 'a_file_made_me', 'cpu'\n"
+        "class Mine(Transport):\n    name, device = 'a_file_made_me', 'cuda'\n"
         "register_transport(Mine())\n"
     )
     words += ["--register", str(tmp_path / "some_transport.py")]
-    assert cli.main(words) == "a_file_made_me" and sys.modules.pop("some_transport").Mine
+    for command in (words, ["bench", "model", *words[2:4], *words[6:]], ["compile", *words[2:4], *words[6:]]):
+        transport._TRANSPORTS.pop("a_file_made_me", None)
+        assert cli.main(command) == "a_file_made_me" and sys.modules.pop("some_transport").Mine
     assert cli.main(["bench", "scale", "--register", str(tmp_path / "none.py")]) == 1
     assert "--register: expected a Python file that exists" in capsys.readouterr().err
 

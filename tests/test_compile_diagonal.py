@@ -70,6 +70,7 @@ WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel", "walk_k
 IN_TRITON = {"output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS - {"walk_kernel"} | {"gate_kernel", "gate_grad_kernel", "token_sums_kernel", "tail_kernel"}
 OF_MAMBA2 = {"step_kernel", "step_grads_kernel", "sum_heads_kernel"}
+TURNED = {"chunk_states_kernel", "turn_edges_kernel", "turned_grad_kernel"}
 BY_CHUNKS = {"chunk_states_kernel", "shared_values_kernel", "shared_keys_kernel", "chunk_gate_grad_kernel"}
 
 
@@ -80,8 +81,9 @@ def launches_of(
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
-    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values.
-    `writes`: of tokens' keys. `halves`: two heads share keys, as halves of large values do.
+    `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values, and
+    queries and keys are turned. `writes`: of tokens' keys. `halves`: two heads share keys, as halves of large values
+    do.
     """
     import torch
 
@@ -109,6 +111,7 @@ def launches_of(
         given |= {"i": meta(B, T, H).requires_grad_()}
     if weights:
         given |= {"w": meta(B, H, T).transpose(1, 2).requires_grad_()}
+        given |= {"turned_halves" if packed else "turned_pairs": meta(B, T, q.shape[2], K // 4).requires_grad_()}
     with record_launches() as launches:
         found = (ssd_executable if groups else scalar_decay_executable)(given, state, n_docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
@@ -151,7 +154,7 @@ def test_shared_memory(name: str) -> None:
     if "Mamba-2" in name:
         missing |= {"gate_kernel"}
     missing |= set() if "Mamba-3" in name or "write gates" in name else {"token_sums_kernel"}
-    of_mamba2 = OF_MAMBA2 if "Mamba-2" in name else set()
+    of_mamba2 = OF_MAMBA2 if "Mamba-2" in name else TURNED if "Mamba-3" in name else set()
     if name.startswith("bf16 Mamba-2") and CONFIGS[name]["K"] <= 128:  # larger states are walked
         missing |= {"dq_kernel", "dkv_kernel", "gate_grad_kernel"}
         of_mamba2 = OF_MAMBA2 - {"sum_heads_kernel"} | BY_CHUNKS | ({"sum_heads_kernel"} if "blocks" in name else set())

@@ -46,18 +46,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle large back": {"shape": (1, 2, 8, 192, 256), "kind": "dense", "cut": False, "reverse": True, "rank": 1},
     "local large": {"shape": (1, 2, 8, 200, 37), "kind": "dense", "cut": False, "reverse": False},
     "last dense": {"shape": (1, 2, 3, 100, 37), "kind": "dense", "cut": False, "reverse": False, "rank": 2},
+    "both first": {"shape": (1, 9, 16, 256, 256), "kind": "scalar", "cut": False, "reverse": False, "rank": 0,
+                   "beside": (1, 5, 8, 256, 1)},
+    "both middle": {"shape": (1, 9, 16, 256, 256), "kind": "scalar", "cut": True, "reverse": False, "rank": 1,
+                    "beside": (1, 5, 8, 256, 1)},
+    "both middle back": {"shape": (2, 9, 8, 128, 128), "kind": "scalar", "cut": True, "reverse": True, "rank": 1,
+                         "beside": (2, 9, 8, 128, 1)},
+    "both last": {"shape": (1, 9, 3, 100, 37), "kind": "scalar", "cut": False, "reverse": False, "rank": 2,
+                  "beside": (1, 4, 3, 100, 1)},
     "put": {"shape": (1, 9, 32, 128, 128), "kind": "scalar", "cut": True, "reverse": False, "rank": 1, "put": True},
 }
 QUICK = (
     "local odd", "first", "middle", "middle vector", "local each", "middle maxima", "maxima in float64", "last",
-    "few numbers", "fold", "middle dense back",
+    "few numbers", "fold", "middle dense back", "both middle",
 )  # fmt: skip
 """Of each kind of transition and of ranks one; they are compiled in one child, the others in another."""
 
 
 def launch_of(
     shape: tuple[int, ...], kind: str, cut: bool, reverse: bool, rank: int | None = None, put: bool = False,
-    fold: bool = False, number: str = "float32",
+    fold: bool = False, number: str = "float32", beside: tuple[int, ...] | None = None,
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The one launch of a call on meta tensors, in a child process."""
     import torch
@@ -65,6 +73,7 @@ def launch_of(
     from flexsp.comm.group import SequenceParallel
     from flexsp.comm.heap import SymmetricHeap
     from flexsp.scan import propagate as module
+    from flexsp.scan.both import Scan, propagate_both
     from flexsp.scan.transitions import Transition
     from flexsp.testing.offline import record_launches
 
@@ -89,10 +98,81 @@ def launch_of(
         if fold:
             folded = meta(B, H, K, V)
             module._launch(meta(*shape), through, reverse, folded=folded, seeded=False)
+        elif beside is not None and sp is not None:
+            n2, H2 = beside[1] - 1, beside[2]
+            second = Transition(kind, meta(B, n2, H2), meta(B, n2, dtype=torch.int32) if cut else None)
+            propagate_both(Scan(meta(*shape), through), Scan(meta(*beside), second), sp, reverse=reverse)
         else:
             module.propagate(meta(*shape, dtype=dtype), through, sp, reverse=reverse)
     assert len(launches) == 1, "propagate is one kernel"
     return launches[0]
+
+
+def heaps_of(shape: tuple[int, ...], stages: bool, grows: bool) -> Any:
+    """In a child process: how large a heap a call of rank 1 makes, beside one of 32 MiB; else what its error says."""
+    import torch
+
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.comm.heap import SymmetricHeap
+    from flexsp.comm.transport import Transport, register_transport
+    from flexsp.exceptions import HeapTooSmall
+    from flexsp.scan.propagate import fits, propagate
+    from flexsp.scan.transitions import Transition
+    from flexsp.testing.offline import record_launches
+
+    def heap(nbytes: int) -> SymmetricHeap:
+        arena = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return SymmetricHeap(arena, [arena] * 3)
+
+    transport = Transport()
+    transport.name, transport.device, transport.stages = "some", "cuda", stages
+    register_transport(transport)
+    how = {"heap": heap(32 << 20), "open_heap": heap if grows else None, "transport": "some"}
+    sp = SequenceParallel(rank=1, world_size=3, device="meta", **how)
+    B, _, H, K, V = shape
+    assert fits(B, H, K, V, "none", sp) == grows
+    try:
+        with record_launches() as launches:
+            propagate(torch.empty(shape, device="meta"), Transition("none"), sp)
+    except HeapTooSmall as error:
+        return str(error)
+    assert len(launches) == 1
+    return sp.heap.nbytes
+
+
+def grows_in_a_graph() -> str:
+    from types import SimpleNamespace
+
+    import torch
+
+    from flexsp.exceptions import HeapTooSmall
+    from flexsp.scan.propagate import _larger
+
+    torch.cuda.is_current_stream_capturing = lambda: True
+    sp: Any = SimpleNamespace(heap=SimpleNamespace(nbytes=9), open_heap=print, device=torch.device("cuda"))
+    channel: Any = SimpleNamespace(tile_bytes=1 << 20)
+    try:
+        return str(_larger(sp, channel, 3))
+    except HeapTooSmall as error:
+        return str(error)
+
+
+def test_a_heap_does_not_grow_while_a_graph_is_captured() -> None:
+    """Its memory would be made once, by ranks that wait for each other, and the graph would be captured for it."""
+    said = in_child(grows_in_a_graph)
+    assert "did not grow, since a CUDA graph is being captured" in said and "FLEXSP_HEAP_MIB to 6 or more" in said
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_the_heap_that_a_large_state_needs(stages: bool) -> None:
+    """A state of 67 MB and four sequences: in both directions two slots for each tile, and a stage where it is sent
+    from."""
+    shape, regions = (4, 2, 64, 512, 512), 2 + stages
+    needed = 2 * (4 * 64 * 512 * 512 // 4096) * (regions * 16384 + 128)
+    assert in_child(heaps_of, shape, stages, True) == needed
+    said = in_child(heaps_of, shape, stages, False)
+    assert f"needed {needed} bytes, had {32 << 20}; set heap_mib" in said
+    assert f"FLEXSP_HEAP_MIB to {1540 if stages else 1028} or more" in said
 
 
 def compile_variants(arch: int, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -138,7 +218,7 @@ def test_other_gpus(arch: int) -> None:
 
 @pytest.mark.parametrize("name", quick((name for name in VARIANTS if name != "put"), *QUICK))
 def test_only_the_first_rank_paces_its_tiles(name: str) -> None:
-    assert ("%clock64" in compiled(name)["ptx"]) == (name == "first")
+    assert ("%clock64" in compiled(name)["ptx"]) == name.endswith("first")
 
 
 def instructions(ptx: str) -> tuple[list[str], list[list[int]]]:
@@ -188,7 +268,8 @@ def first_reached(code: list[str], follow: list[list[int]], start: int, pattern:
         "middle vector",
         "middle dense back",
         "last",
-        *slow("middle wide", "middle odd", "middle dense", "middle large", "middle large back"),
+        "both middle",
+        *slow("middle wide", "middle odd", "middle dense", "middle large", "middle large back", "both middle back"),
     ],
 )
 def test_signals_are_ordered(name: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from flexsp.testing.ranks import run_ranks
+from tests.marks import slow
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ["--tokens", "96", "--dim", "32", "--layers", "2", "--heads", "2", "--eval-windows", "2", "--sample", "8"]
@@ -80,7 +81,7 @@ def unstopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "stops",
-    [[(2, "4"), (3, "5"), (1, "9")], [(1, "1"), (2, "9")], [(3, "8"), (2, "9")]],
+    [[(2, "4"), (3, "5"), (1, "9")], *slow([(1, "1"), (2, "9")], [(3, "8"), (2, "9")])],
     ids=["while it stays", "while it rises", "while it falls"],
 )
 def test_resuming_equals_not_stopping(unstopped: Path, tmp_path: Path, stops: list[tuple[int, str]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import os
@@ -22,7 +21,6 @@ from flexsp import SequenceParallel, nn, ops
 from flexsp.comm import collectives
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.halo import halo_exchange
-from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, torch_compile
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.grammar import feature_map as features
@@ -30,47 +28,29 @@ from flexsp.nn import conv
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.testing import compare
-from flexsp.testing.cases import CASES, PROGRAM_CASES, Shape
+from flexsp.testing.cases import Shape
 from flexsp.testing.ranks import run_ranks
-from tests import variants
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.leaves import (
+    ALL,
+    Tensors,
+    inputs_of,
+    leaf,
+    of_conv,
+    of_graph,
+    of_keys,
+    of_mamba3,
+    of_mlstm,
+    of_op,
+    of_raw_gates,
+    of_turns,
+    of_variant,
+    saturating,
+    variant,
+)
 from tests.marks import quick, slow
 
-ALL = CASES | PROGRAM_CASES
-Tensors = dict[str, torch.Tensor]
 Call = Callable[[], tuple[torch.Tensor, ...]]
-
-
-def saturating() -> LinearAttention:
-    """A variant whose state is not affine: ranks run one after the other. Its shards start on edges of chunks."""
-    h, k, v = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 3)
-    key = SymbTensor(["T", h, k])
-    meta = {"q": key, "k": key, "v": SymbTensor(["T", h, v]), "prev_s": SymbTensor(["NS", h, k, v])}
-    return LinearAttention(
-        meta,
-        lambda k, v: k.T @ v,
-        lambda prev_s, chunk_state: (prev_s + chunk_state).tanh(),
-        lambda q, k, v, chunk_state: (q @ k.T).tril(0) @ v + q @ chunk_state,
-        chunk_size=2,
-        fallback="pytorch",
-    )
-
-
-@functools.cache
-def variant(name: str) -> LinearAttention:
-    return saturating() if name == "saturating" else variants.load(name).make(2, 4, 3)
-
-
-def inputs_of(name: str, T: int, dtype: torch.dtype = torch.float64) -> Tensors:
-    """Of a shipped variant, or of the one above, with H = 2, K = 4, V = 3."""
-    if name == "saturating":
-        x = {"q": torch.randn(1, T, 2, 4), "k": torch.randn(1, T, 2, 4), "v": torch.randn(1, T, 2, 3)}
-        return {key: y.to(dtype) for key, y in x.items()}
-    tokens, params = variants.draw(name, 1, T, random.randrange(2**31))
-    cut = {5: 4, 4: 3}  # the sizes K and V of tests/variants.py
-    found = {key: y[..., : cut[y.shape[-1]]] if y.dim() == 4 else y for key, y in tokens.items()}
-    return {key: y.to(dtype) for key, y in (found | params).items()}
-
 
 # Every autograd.Function of the package -------------------------------------------------------------------------------
 
@@ -86,59 +66,6 @@ def functions_of_flexsp() -> dict[str, Any]:
             if cls.__module__.startswith("flexsp."):
                 found[f"{cls.__module__}.{cls.__name__}"] = cls
     return found
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-def of_variant(name: str, sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x = {key: y.requires_grad_() for key, y in inputs_of(name, 6, dtype).items()}
-    return variant(name)(**x, sp=sp)[0], list(x.values())
-
-
-def of_graph(name: str, sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    model, given = variant(name), inputs_of(name, 6, dtype)
-    x = [given[key].requires_grad_() for key in model.names]
-    return torch_compile.call(model.graph_name, x, None, None, sp)[0], x
-
-
-def of_op(sp: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x = [leaf(1, 6, 2, 4, dtype=dtype) for _ in range(3)]
-    return ops.chunk_simple_gla(*x, sp=sp)[0], x
-
-
-def of_conv(sp: SequenceParallel | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    layer, x = nn.ShortConvolution(3).double(), leaf(1, 6, 3)
-    with flexsp.sequence_parallel(sp):
-        return layer(x), [x, *layer.parameters()]
-
-
-def of_keys() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    from flexsp.kernels.keys import unit_keys
-
-    x = leaf(1, 6, 2, 4, dtype=torch.float32)
-    return unit_keys((x,), 2, True)[0], [x]
-
-
-def of_raw_gates() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    from flexsp.kernels.raw_gates import activated
-
-    x = [leaf(*size, dtype=torch.float32) for size in ((1, 6, 2, 4), (2,), (2, 4))]
-    return activated(x[0], x[1], x[2], None), x
-
-
-def of_mlstm() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x = [leaf(1, 6, 2, 4, dtype=torch.float32) for _ in range(3)]
-    x += [leaf(1, 6, 2, dtype=torch.float32) for _ in range(2)]
-    return ops.chunk_mlstm(*x, head_first=False)[0], x
-
-
-def of_mamba3() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    x, B, C = (leaf(2, 6, n, 4, dtype=torch.float32) for n in (2, 1, 1))
-    trap, angles, bias = (leaf(*size, dtype=torch.float32) for size in ((2, 6, 2), (2, 6, 2, 2), (2, 4)))
-    dt, A = torch.rand(2, 6, 2).requires_grad_(), (-torch.rand(2, 6, 2)).requires_grad_()
-    return ops.mamba3(x, dt, A, B, C, trap, angles, B_bias=bias)[0], [x, dt, A, B, C, trap, angles, bias]
 
 
 # Name: one output and the leaves it was computed from. Their backward passes refuse to be differentiated.
@@ -166,11 +93,19 @@ REFUSING: dict[str, Callable[[SequenceParallel], tuple[torch.Tensor, list[torch.
     "flexsp.kernels.mamba3.op._Steps": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Turns": lambda sp: of_mamba3(),
     "flexsp.kernels.mamba3.op._Rows": lambda sp: of_mamba3(),
+    "flexsp.kernels.mamba3.op._Onward": lambda sp: of_turns([leaf(1, 6, 2, 4), leaf(1, 2, 4)]),
     "flexsp.kernels.mlstm.gates._Gates": lambda sp: of_mlstm(),
+    "flexsp.kernels.operators._BothFunction": lambda sp: of_mlstm(),
     "flexsp.kernels.mlstm.rows._Quotients": lambda sp: of_mlstm(),
     "flexsp.testing.compare._LowPrecisionFunction": lambda sp: (
         lambda x: (compare.low_precision(*x, scale=1.0)[0], list(x))
     )([leaf(1, 4, 2, 3, dtype=torch.float32) for _ in range(3)]),
+}
+# The same over a group that keeps the bits of one rank.
+_IN_ORDER = ("_BeginFunction", "_EnterFunction", "_EdgeFunction", "_JoinFunction", "_LeaveFunction")
+IN_SEGMENTS = {
+    "flexsp.kernels.segments._Function": lambda sp: of_op(sp, torch.float32),
+    **dict.fromkeys((f"flexsp.scan.in_order.{x}" for x in _IN_ORDER), lambda sp: of_op(sp, torch.float64)),
 }
 
 
@@ -204,11 +139,12 @@ def refuse_all(sp: SequenceParallel) -> dict[str, list[str]]:
     """For each call: was its Function there, and what came of gradients that need (no) gradients themselves."""
     torch.manual_seed(sp.rank)
     found: dict[str, list[str]] = {}
-    for name, call in REFUSING.items():
+    for name, call in (IN_SEGMENTS if sp.segment else REFUSING).items():
         problems = found[name] = []
         for cotangent in (None, "its own"):
             o, leaves = call(sp)
-            if f"{name.partition(' ')[0].rpartition('.')[2]}Backward" not in nodes_of(o):
+            enters = name.endswith("._EnterFunction") and sp.is_first  # nothing does, on the first rank
+            if not enters and f"{name.partition(' ')[0].rpartition('.')[2]}Backward" not in nodes_of(o):
                 problems.append(f"is not there: {nodes_of(o)}")
             do = torch.ones_like(o) if cotangent is None else o.detach().clone().requires_grad_()
             try:
@@ -226,11 +162,12 @@ def refuse_all(sp: SequenceParallel) -> dict[str, list[str]]:
 
 def test_every_function_is_looked_at() -> None:
     """A new autograd.Function has to stand in one of the tables."""
-    assert set(functions_of_flexsp()) == {name.partition(" ")[0] for name in REFUSING} | set(TWICE)
+    assert set(functions_of_flexsp()) == {name.partition(" ")[0] for name in REFUSING | IN_SEGMENTS} | set(TWICE)
 
 
-def test_second_derivatives_are_refused() -> None:
-    for found in run_ranks(refuse_all, 2, env=INTERPRETED, timeout=100, sp_timeout_s=20):
+@pytest.mark.parametrize("segment", [0, 3], ids=["", "in segments"])
+def test_second_derivatives_are_refused(segment: int) -> None:
+    for found in run_ranks(refuse_all, 2, bitwise=segment or False, env=INTERPRETED, timeout=100, sp_timeout_s=20):
         assert not any(found.values()), found
 
 
@@ -585,7 +522,7 @@ def some_leaves(
     return found
 
 
-@pytest.mark.parametrize("lengths", [[6, 7], [0, 9], [4, 0, 5]])
+@pytest.mark.parametrize("lengths", [[4, 0, 5], *slow([6, 7], [0, 9])])
 def test_each_rank_asks_for_another_gradient(lengths: list[int], seed: int) -> None:
     """Of another output, too. None waits for a message that a rank leaves out."""
     given = lengths, torch.float64, seed

@@ -197,7 +197,7 @@ def _absent(sp: SequenceParallel) -> Any:
     return "no error"
 
 
-@pytest.mark.parametrize("schedule", ["serial", "pipelined", "all_gather"])
+@pytest.mark.parametrize("schedule", ["serial", *slow("pipelined", "all_gather")])
 def test_a_rank_that_never_arrives(schedule: str) -> None:
     options = {"own_processes": True, "sp_timeout_s": 3.0, "schedule": schedule}
     results = run_ranks(_absent, 3, **options)

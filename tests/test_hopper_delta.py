@@ -185,12 +185,13 @@ def test_against_the_token_loop(name: str) -> None:
     assert not bad, bad
 
 
-def test_equal_entries_of_an_inverse() -> None:
-    """Their roundings do not add up."""
+@pytest.mark.parametrize("name", ["inverse", "wy_inverse"])
+def test_equal_entries_of_an_inverse(name: str) -> None:
+    """Their roundings do not add up; few keys are told from many."""
     from tests.harness.gluon_in_torch import Kernel
 
-    kernel = Kernel("delta/hopper_wy_transform.py", "inverse")
-    check_equal_entries(roundings_of_equal_entries(None, (random.randrange(180, 250) + 0.48) / 256, kernel))
+    kernel, step = Kernel("delta/hopper_wy_transform.py", name), (random.randrange(180, 250) + 0.48) / 256
+    check_equal_entries(roundings_of_equal_entries(None, step, name, kernel))
 
 
 def of_chunks(q: torch.Tensor, k: torch.Tensor, beta: torch.Tensor, g: torch.Tensor, norm: bool) -> Tensors:

@@ -111,6 +111,26 @@ def test_a_recipe_gives_what_the_op_gives() -> None:
     assert found == dict.fromkeys(names, [True] * 3)
 
 
+def documents_by_index(sp: Any, seed: int) -> list[bool]:
+    """Whether calls that look alike, with documents elsewhere, give what the op gives; and whether one has a recipe."""
+    torch.manual_seed(seed)
+    given = {name: torch.randn(1, 20, *sizes) for name, sizes in {"x": (2, 16), "B": (1, 16), "C": (1, 16)}.items()}
+    given |= {"dt": torch.rand(1, 20, 2), "A": -torch.rand(2)}
+    same = []
+    for begin in (3, 11, 17):
+        x = given | {"seq_idx": (torch.arange(20) >= begin).int()[None]}
+        found, expected = asked(ops.mamba2_ssd, x), asked(ops.mamba2_ssd, x, READS)
+        same.append(all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)))
+    return [*same, any(x is not None for x in recipes())]
+
+
+def test_documents_that_are_read_have_no_recipe() -> None:
+    """How many there are decides what is launched, and is no fact of how a call looks."""
+    seed = random.randrange(2**31)
+    (found,) = run_ranks(documents_by_index, 1, seed, env=INTERPRETED, own_processes=True)
+    assert found == [True, True, True, False]
+
+
 @pytest.mark.slow
 def test_which_ops_have_recipes() -> None:
     found = set()

@@ -8,11 +8,14 @@ A reflection (beta 2) lets no error decay, so that rounded inverses of chunks wo
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from flexsp.compiler.planning.generated_plan import GeneratedPlan
+from flexsp.compiler.planning.tiling import choose_tiling
 from flexsp.testing.compare import (
     DRAWS,
     WIDE,
@@ -20,8 +23,10 @@ from flexsp.testing.compare import (
     a_rounding_off,
     check_functions,
     low_precision,
+    relative_error,
 )
 from flexsp.testing.ranks import run_ranks
+from tests import variants
 from tests.harness.generated import MANY_SEGMENTS, differentiated
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.keys import (
@@ -112,7 +117,9 @@ def test_one_step_size(name: str, seed: int) -> None:
     more = LESS if "generated" in name else {}
     name = name.removesuffix(", generated")
     one = Keys(name, 1, (random.randrange(200, 250) + 0.48) / 256, T=128, gate=0.0, **more)
-    (found,) = run_ranks(of_kernels, 1, [one], seed, 0.1, env=INTERPRETED)
+    # Gradients of so few steps are up to 0.15 off, where roundings add up 0.4; `test_equal_entries_of_an_inverse` is
+    # the sharp test.
+    (found,) = run_ranks(of_kernels, 1, [one], seed, 0.25, env=INTERPRETED)
     assert not found, found
     few = Keys(name, random.choice((1, 2)), random.uniform(1.06, 1.3), H=2, **more)
     (found,) = run_ranks(of_kernels, 1, [few], seed, env=INTERPRETED)
@@ -124,10 +131,10 @@ def steps_off(sp: Any, keys: Keys, seed: int) -> float:
         return error_of_steps(keys, seed)
 
 
-@pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated", "kda"))
+@pytest.mark.parametrize("name", quick(("delta", "gated", "kda"), "gated"))
 def test_gradients_of_steps(name: str, seed: int) -> None:
     """With one key that nearly all of a state's gradient is orthogonal to: dbeta is as exact as dv."""
-    (found,) = run_ranks(steps_off, 1, Keys(name, 1, 1.0, T=128, V=32, gate=0.0), seed, env=INTERPRETED)
+    (found,) = run_ranks(steps_off, 1, Keys(name, 1, 1.0, T=400, V=32, gate=0.0), seed, env=INTERPRETED)
     assert found <= BOUND
 
 
@@ -219,11 +226,57 @@ def test_what_is_done_token_by_token(packed: bool) -> None:
     assert found == ([[1, 1, 0], [0, 0, 1]], [[0] * 3, [1] * 3, [0] * 3])
 
 
-def test_equal_entries_of_an_inverse() -> None:
+@pytest.mark.parametrize("kernel", ["channel_inverse", "wy_inverse", "inverse_kernel"])
+def test_equal_entries_of_an_inverse(kernel: str) -> None:
     """Their roundings do not add up."""
     step = (random.randrange(180, 250) + 0.48) / 256
-    (found,) = run_ranks(roundings_of_equal_entries, 1, step, env=INTERPRETED)
+    (found,) = run_ranks(roundings_of_equal_entries, 1, step, kernel, env=INTERPRETED)
     check_equal_entries(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_which_generated_inverses_are_dithered(dtype: torch.dtype) -> None:
+    """Those whose products round to bfloat16."""
+    code, sizes = variants.load("deltanet").make(2, 16, 16, dtype).kernels, {"K": 16, "V": 16}
+    call = GeneratedPlan(code, choose_tiling(code, sizes, 2, 500, 0, dtype), sizes, 1, 2, 500, 0, dtype)
+    found = [x.constants["DITHERED"] for x in call.forward() if x.kind == "inverse_kernel"]
+    assert found == [dtype == torch.bfloat16]
+
+
+def state_error_of_model(step: float, few: bool, rounded: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    """Of the delta rule in chunks of 64 in float64, whose operands are rounded as kernels round them, and inverses by
+    `rounded`; the mean of four texts of 256 tokens."""
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().double()
+
+    errors = []
+    for seed in range(4):
+        made = torch.Generator().manual_seed(seed)
+        keys = torch.nn.functional.normalize(torch.randn(1 if few else 256, 128, generator=made), dim=-1)
+        keys, values = near(keys.expand(256, -1)), near(torch.randn(256, 32, generator=made))
+        state, exact = torch.zeros(2, 128, 32, dtype=torch.float64)
+        for k, v in zip(keys, values, strict=True):
+            exact = exact + torch.outer(k, step * (v - k @ exact))
+        for k, v in zip(keys.split(64), values.split(64), strict=True):
+            inverse = rounded(torch.linalg.inv(torch.eye(64, dtype=torch.float64) + (step * k @ k.T).tril(-1)))
+            state = state + near(step * k).T @ near(inverse @ near(v - k @ near(state)))
+        errors.append(float(relative_error(state, exact)))
+    return sum(errors) / len(errors)
+
+
+def test_what_dithering_is_for() -> None:
+    """The figures of docs/math.md, section 7, "Keys that are alike"."""
+    def nearest(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().double()
+
+    def by_threshold(x: torch.Tensor) -> torch.Tensor:
+        (found,) = run_ranks(by_kernel, 1, x.float(), env=INTERPRETED)
+        return found.double()
+
+    found = {(step, few): [state_error_of_model(step, few, x) for x in (nearest, by_threshold)]
+             for step, few in ((0.9, True), (1.02, True), (0.9, False))}  # fmt: skip
+    percent = {key: [round(100 * x, 1 if key[1] is False else 0) for x in both] for key, both in found.items()}
+    assert percent == {(0.9, True): [6, 2], (1.02, True): [23, 4], (0.9, False): [0.4, 0.4]}, found
 
 
 def by_kernel(sp: Any, x: torch.Tensor) -> torch.Tensor:

@@ -170,6 +170,7 @@ def test_a_number_that_reads_the_state() -> None:
     assert "n: beside a state that a matrix multiplies, kernels hold numbers that" in str(model._generated)
 
 
+@pytest.mark.slow
 def test_parts_too_large() -> None:
     def told(name: str, K: int, V: int) -> str | None:
         sizes, meta = {"K": K, "V": V}, kernels[name].program.meta

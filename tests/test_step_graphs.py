@@ -7,6 +7,7 @@ graph that read kept values, and with products joined as walks have them.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -67,10 +68,24 @@ def check_step(program: Program) -> None:
     given = program.meta.sizes()
     free = iter((7, 5, 3, 11, 13))
     sizes = {name: choices[0] if name in ("H",) else next(free) for name, choices in given.items()}
+    parts: list[Part] = []
     for C in (6, 1):
         values = drawn(program, sizes | {"C": C})
         want = by_autograd(program, values)
-        check_parts(step, sizes | {"C": C}, values, want)
+        parts = parts or [*parts_of(step, want)]
+        check_parts(step, parts, sizes | {"C": C}, values, want)
+
+
+Part = tuple[str, Any, Any]  # what it is, its graph, and its outputs by name
+
+
+def parts_of(step: Step, names: Iterable[str]) -> Iterator[Part]:
+    """The whole graph, and parts of it that read kept values."""
+    yield "whole", *cut(step, step.outputs)
+    walks = [["S"], ["o", "S"], ["d_S"], [name for name in step.outputs if name.startswith("d_")]]
+    for outputs in [*walks, *([name] for name in names)]:
+        for join in (False, True):
+            yield f"{outputs}, join {join}", *cut(step, outputs, step.kept, join)
 
 
 def as_kept(name: str, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -78,20 +93,17 @@ def as_kept(name: str, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return x.mT if name.startswith("keep_") and x.dim() == 2 and x.shape != found.shape == x.mT.shape else x
 
 
-def check_parts(step: Step, sizes: dict[str, int], values: Tensors, want: Tensors) -> None:
-    graph, named = cut(step, step.outputs)
+def check_parts(step: Step, parts: list[Part], sizes: dict[str, int], values: Tensors, want: Tensors) -> None:
+    (_, graph, named), *others = parts
     found = dict(zip(named, run_graph(graph, sizes, values), strict=True))
     assert want.keys() <= found.keys()
     kept = {name: found[f"keep_{name}"] for name in step.kept}
     want = {name: as_kept(name, x, found[name]) for name, x in want.items()}
     wrong = [name for name, x in want.items() if not close(found[name], x)]
-    walks = [["S"], ["o", "S"], ["d_S"], [name for name in step.outputs if name.startswith("d_")]]
-    for outputs in [*walks, *([name] for name in want)]:
-        for join in (False, True):
-            graph, named = cut(step, outputs, step.kept, join)
-            got = run_graph(graph, sizes, values | kept)
-            wrong += [f"{name} of {outputs}, join {join}" for name, x in zip(named, got, strict=True)
-                      if name in want and not close(x, want[name])]  # fmt: skip
+    for part, graph, named in others:
+        got = run_graph(graph, sizes, values | kept)
+        wrong += [f"{name} of {part}" for name, x in zip(named, got, strict=True)
+                  if name in want and not close(x, want[name])]  # fmt: skip
     assert not wrong, "\n".join(wrong)
 
 

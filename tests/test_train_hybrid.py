@@ -20,7 +20,7 @@ from test_demo import ROOT, module, rows_of
 
 from flexsp.testing.ranks import run_ranks
 from tests.guides import run_script, save_scripts
-from tests.transformers_models import MODELS
+from tests.transformers_models import ALL_MODELS
 
 pytest.importorskip("transformers")
 SCHEDULE = ["--steps", "6", "--warmup", "2", "--decay", "2", "--lr", "1e-2", "--batch", "4", "--tokens", "96"]
@@ -59,8 +59,9 @@ def write_config(folder: Path, name: str = "qwen3_next", **changes: Any) -> Path
     """A tiny model; torch's product of groups, for experts, wants sizes of whole 16 bytes."""
     from transformers import AutoConfig
 
-    sizes = {key: 16 for key in ("moe_intermediate_size", "moe_latent_size") if key in MODELS[name]}
-    AutoConfig.for_model(name, **{**MODELS[name], **sizes, "vocab_size": 256, **changes}).save_pretrained(folder / name)
+    sizes = {key: 16 for key in ("moe_intermediate_size", "moe_latent_size") if key in ALL_MODELS[name]}
+    config = AutoConfig.for_model(name, **{**ALL_MODELS[name], **sizes, "vocab_size": 256, **changes})
+    config.save_pretrained(folder / name)
     return folder / name
 
 
@@ -202,8 +203,12 @@ def fresh(place: Path, run_folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_5_text", "zamba2", "mamba2", "bamba", "kimi_linear", "nemotron_h", "falcon_h1", "granitemoehybrid"]
-)
+    "name",
+    [
+        "qwen3_5_text", "zamba2", "mamba2", "bamba", "kimi_linear", "nemotron_h", "falcon_h1", "granitemoehybrid",
+        "recurrent_gemma", "minimax", "falcon_mamba", "lfm2_moe", "xlstm", "jamba", "bailing_hybrid",
+    ],
+)  # fmt: skip
 def test_other_models(place: Path, name: str) -> None:
     """Tied embeddings, layers that share a block, a head of another dtype: one rank and four, and both export."""
     write_config(place, name)
@@ -219,7 +224,7 @@ def test_other_models(place: Path, name: str) -> None:
 def test_a_model_of_text_and_images_is_told() -> None:
     from transformers import Qwen3_5Config
 
-    script, config = hybrid("pretrained"), Qwen3_5Config(text_config=MODELS["qwen3_5_text"])
+    script, config = hybrid("pretrained"), Qwen3_5Config(text_config=ALL_MODELS["qwen3_5_text"])
     assert "qwen3_5 that takes more than text: only its language model is trained, and exp" in script.left_out(config)
     assert script.left_out(config.text_config) == script.left_out(script.read_config(script.TINY)) == ""
 
@@ -432,7 +437,7 @@ def test_refuses_what_does_not_fit(place: Path) -> None:
     (place / "odd.bin").write_bytes(b"odd")
     np.save(place / "real.npy", np.zeros(500))
     np.save(place / "large.npy", np.full(500, 300, np.uint16))
-    write_config(place, "gpt2", **{}) if "gpt2" in MODELS else save_gpt2(place)
+    write_config(place, "gpt2", **{}) if "gpt2" in ALL_MODELS else save_gpt2(place)
     for more, expected in (
         (["--model", "nowhere"], "--model: expected 'tiny', a folder with config.json or such a file, got 'nowhere'"),
         (["--model", str(place / "gpt2")], "--model: GPT2LMHeadModel is not among the models"),

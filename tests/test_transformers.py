@@ -11,8 +11,10 @@ import torch
 from flexsp.integrations.transformers import parallelize
 from flexsp.integrations.transformers.seams import SEAMS
 from flexsp.testing import run_ranks
-from tests.marks import quick
+from tests.marks import quick, slow
 from tests.transformers_models import (
+    ALL_MODELS,
+    LATER_MODELS,
     MODELS,
     Found,
     assert_exact,
@@ -57,10 +59,10 @@ def cut(name: str, dtype: torch.dtype, calls: Calls, **changes: Any) -> list[Fou
 
 
 def test_all_models_are_here() -> None:
-    assert {type(make(name)).__name__ for name in MODELS} == set(SEAMS)
+    assert {type(make(name)).__name__ for name in ALL_MODELS} == set(SEAMS)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *slow(*LATER_MODELS)])
 def test_equals_the_whole_model(name: str) -> None:
     """In float64, with labels that do not count: uneven shards, shorter than a convolution; packed documents."""
     model = make(name).double()
@@ -88,7 +90,7 @@ def test_other_configs(name: str, changes: dict[str, Any]) -> None:
     assert_exact(got, run_whole(model, batch))
 
 
-@pytest.mark.parametrize("name", quick(MODELS, "qwen3_next", "mamba2"))
+@pytest.mark.parametrize("name", quick(ALL_MODELS, "qwen3_next", "mamba2"))
 def test_float32(name: str) -> None:
     """No further from float64 than twice what the unmodified model is, with other chunks and attention. Most models
     magnify one direction of rounding, so it is the median of some batches that must be so, or of many."""

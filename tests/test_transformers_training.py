@@ -145,7 +145,12 @@ def _in_halves(sp: Any, name: str, dtype: torch.dtype, batch: dict[str, Any]) ->
     ("name", "dtype"),
     [
         ("olmo_hybrid", torch.float32), ("kimi_linear", torch.bfloat16),
-        *slow(("falcon_h1", torch.float32), ("granitemoehybrid", torch.bfloat16)),
+        *slow(
+            ("falcon_h1", torch.float32), ("granitemoehybrid", torch.bfloat16), ("jamba", torch.float32),
+            ("zamba", torch.bfloat16), ("minimax", torch.bfloat16), ("recurrent_gemma", torch.float32),
+            ("falcon_mamba", torch.bfloat16), ("bailing_hybrid", torch.float32), ("lfm3", torch.bfloat16),
+            ("xlstm", torch.bfloat16),
+        ),
     ],
 )  # fmt: skip
 def test_halves(name: str, dtype: torch.dtype) -> None:
@@ -172,7 +177,8 @@ def _on_mesh(_: Any, how: str, name: str, batches: list[dict[str, Any]], lengths
     model = make(name).double()
     if how == "fsdp":
         model.gradient_checkpointing_enable()
-        for module in [*model.base_model.layers, model.lm_head, model]:
+        heads = [] if model.config.tie_word_embeddings else [model.lm_head]  # tied, it belongs to the whole model
+        for module in [*model.base_model.layers, *heads, model]:
             fully_shard(module, mesh=everyone)
         parallel: Any = parallelize(model, sp)
     else:
@@ -188,7 +194,11 @@ def _on_mesh(_: Any, how: str, name: str, batches: list[dict[str, Any]], lengths
     return {"loss": loss.detach()} | {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in found.items()}
 
 
-@pytest.mark.parametrize(("how", "name"), [("fsdp", "qwen3_next"), ("fsdp", "nemotron_h"), ("ddp", "zamba2")])
+ON_MESH = [("fsdp", "qwen3_next"), ("fsdp", "nemotron_h"), ("ddp", "zamba2")]
+MORE_ON_MESH = [("fsdp", "falcon_mamba"), ("fsdp", "minimax"), ("fsdp", "lfm2"), ("ddp", "recurrent_gemma")]
+
+
+@pytest.mark.parametrize(("how", "name"), [*ON_MESH, *slow(*MORE_ON_MESH)])
 def test_on_a_mesh(how: str, name: str) -> None:
     batches = [rows(1, 33), rows(2, 27)]
     per_rank = run_ranks(_on_mesh, 4, how, name, batches, [[30, 3], [10, 17]], whole_world=True)
@@ -201,7 +211,7 @@ def _steps(sp: Any, batch: dict[str, Any], prompt: torch.Tensor) -> tuple[list[f
     """Train, then generate from the same object."""
     sp.set_lengths(LENGTHS)
     model = parallelize(make("qwen3_next").double(), sp)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
     with precision(torch.float64):
         for _ in range(2):
             optimizer.zero_grad()
@@ -220,7 +230,7 @@ def test_generation_after_training() -> None:
     batch, prompt = rows(2, sum(LENGTHS)), torch.randint(VOCABULARY, (2, 6))
     per_rank = run_ranks(_steps, RANKS, batch, prompt, whole_world=True)
     model = make("qwen3_next").double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for at in range(2):
         found = run_whole(model, batch)
         assert abs(sum(losses[at] for losses, _, _ in per_rank) / RANKS - float(found.pop("loss"))) < 1e-10

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from flexsp.comm import transport as module
 from flexsp.comm.transport import Transport, in_kernel, register_transport, transport_of, transports
 from flexsp.exceptions import NotAvailable
 from flexsp.testing.ranks import RankFailure, run_ranks
+from tests.guides import save_scripts
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
 
@@ -41,12 +45,21 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=f"name: expected one that no transport has, got {taken!r}"):
             register_transport(mine)
     mine.name, mine.device = "other", "tpu"
-    with pytest.raises(ValueError, match="device: expected 'cuda' or 'cpu', got 'tpu'"):
+    with pytest.raises(ValueError, match="device: expected 'cuda', 'cpu' or 'any', got 'tpu'"):
         register_transport(mine)
     with pytest.raises(ValueError, match="transport: expected an object of a class made from Transport"):
         register_transport(Mine)  # type: ignore[arg-type]
     with pytest.raises(NotAvailable, match="transport 'other' is not known on this rank"):
         transport_of("other")
+
+
+def test_process_group_is_one_of_them() -> None:
+    """It needs no memory of its own, on any device, and its states travel between kernels."""
+    found = transport_of("process_group")
+    assert (found.device, found.sends_in_kernel) == ("any", False) and [*module._TRANSPORTS][0] == found.name
+    where: Any = {"rank": 0, "global_ranks": [0], "cpu_group": None, "device": torch.device("cpu")}
+    assert found.open_heap(1 << 20, **where) is None
+    assert [x for x in transports() if not transport_of(x).sends_in_kernel] == ["process_group"]
 
 
 def test_peer_maps_the_arenas_of_the_others() -> None:
@@ -122,10 +135,10 @@ def test_what_auto_takes(
     if chosen == "process_group":
         why = "lost" if bitcode else NO_BITCODE
         with pytest.warns(UserWarning, match=f"no transport between these hosts but torch.distributed .rank 0: {why}"):
-            bootstrap._attach_heap(sp, "auto", 1)
+            bootstrap._take_transport(sp, "auto", 1)
         assert opened.closed and sp.heap is None and hasattr(sp, "anew") == bitcode
     else:
-        bootstrap._attach_heap(sp, "auto", 1)
+        bootstrap._take_transport(sp, "auto", 1)
         assert sp.heap is opened
     assert sp.transport == chosen
 
@@ -177,3 +190,63 @@ def test_memory_of_another_device_is_refused(name: str) -> None:
 
 def lengths(sp: Any) -> Any:
     return sp.lengths
+
+
+@pytest.mark.parametrize(
+    ("of_world", "ranks", "heap_mib", "size", "grows"),
+    [(True, 3, None, 256, True), (True, 2, None, 256, False), (False, 2, None, 256, True), (False, 3, 7, 7, False)],
+)
+def test_which_heaps_grow(
+    of_world: bool, ranks: int, heap_mib: int | None, size: int, grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Not one whose size was given; nor one that all ranks of the world have to make, for a part of them."""
+    from flexsp.launch import bootstrap
+
+    opened: list[int] = []
+    monkeypatch.setattr(module, "_TRANSPORTS", dict(module._TRANSPORTS))
+    mine = Mine()
+    mine.of_world, mine.open_heap = of_world, lambda nbytes, **where: opened.append(nbytes) or heap(0, 1, 2)  # type: ignore
+    register_transport(mine)
+    monkeypatch.setattr(bootstrap.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(bootstrap.dist, "all_gather_object", lambda rows, mine: rows.__setitem__(slice(3), [mine] * 3))
+    sp: Any = SimpleNamespace(device=torch.device("cpu"), cpu_group=1, world_size=ranks, rank=0, global_ranks=[0, 1, 2])
+    bootstrap._take_transport(sp, "mine", heap_mib)
+    assert opened == [size << 20] and (sp.open_heap is not None) == grows
+
+
+def sends_as_the_guide(sp: Any, folder: str) -> Any:
+    """What the guide's transport makes of a state: on its way from rank 0, and doubled by a wrong copy of it."""
+    import flexsp
+    from flexsp.scan.propagate import propagate
+    from flexsp.scan.transitions import Transition
+
+    sys.path.insert(0, folder)
+    found = []
+    try:
+        for name in ("staged", "doubled"):
+            importlib.import_module(name)
+            own = flexsp.init_sequence_parallel(transport=name, heap_mib=1, timeout_s=20)
+            states = torch.full((1, 2, 2, 16, 16), 1.0 + sp.rank)
+            propagate(states, Transition("none"), own)
+            own.check()
+            found.append((own.transport, states[0, 0].unique().tolist(), states[0, 1].unique().tolist()))
+            own.close()
+    finally:
+        sys.path.remove(folder)
+        for name in ("staged", "doubled"):  # other tests share these processes
+            sys.modules.pop(name, None)
+            module._TRANSPORTS.pop(name, None)
+    return found
+
+
+def test_the_transport_of_the_guide_sends(tmp_path: Path) -> None:
+    """Its own program runs in tests/test_package.py."""
+    save_scripts("add-a-transport.md", tmp_path)
+    code = (tmp_path / "staged.py").read_text()
+    for old, new in (("tl.load(stage + offsets, mask=mask)", "tile * 2"), ('name = "staged"', 'name = "doubled"')):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    (tmp_path / "doubled.py").write_text(code)
+    first, second = run_ranks(sends_as_the_guide, 2, str(tmp_path), env=INTERPRETED)
+    assert first == [(name, [1.0], [2.0]) for name in ("staged", "doubled")]
+    assert second == [("staged", [2.0], [4.0]), ("doubled", [4.0], [6.0])]

@@ -320,6 +320,27 @@ def kernel(x, h, n, out, whole, N: tl.constexpr):
     tl.store(whole + i, (at << 1 | i).to(tl.int64) // 3 + (n + 1) * tl.program_id(0))
 
 @triton.jit
+def masked(x, h, n, out, N: tl.constexpr):
+    i, j = tl.arange(0, N), tl.arange(0, 2 * N)
+    a = tl.load(x + i[:, None] + 0 * j[None, :], mask=(i < 9)[:, None], other=-1.0)
+    b = tl.load(h + j, mask=j < n, other=1.5) + tl.load(h + j, mask=j < 5) + tl.load(h + j, mask=j > 7, other=0.1)
+    c = tl.load(x + n, mask=n > 2, other=4) - tl.load(x + n, mask=n > 3, other=4) + tl.load(x)
+    tl.store(out + i[:, None] * 2 * N + j[None, :], a, mask=(j < 20)[None, :])
+    out += 2 * N * N
+    tl.store(out + i[:, None] * 2 * N + j[None, :], a * b + c, mask=(i < 11)[:, None] & (j > n)[None, :])
+    tl.store(out + i[:, None] * 2 * N + j[None, :], 2.5, mask=(i == 12)[:, None] & (j > n)[None, :])
+    tl.store(out, c, mask=n < 3)
+    tl.store(out + 1, n, mask=n < 4)
+
+@triton.jit
+def no_mask(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.load(x + tl.arange(0, N), other=1.0))
+
+@triton.jit
+def wide_mask(x, N: tl.constexpr):
+    tl.store(x, 1.0, mask=tl.arange(0, N) < 3)
+
+@triton.jit
 def unlike(x, N: tl.constexpr):
     tl.store(x + tl.arange(0, N), tl.arange(0, N) + tl.arange(0, 2 * N))
 
@@ -331,17 +352,19 @@ x, h, found = torch.randn(16), torch.randn(32).half(), []
 for fast in (False, True, True):
     if fast:
         quicken_interpreter()
-    out, whole, told = torch.empty(16, 32), torch.empty(16, dtype=torch.int64), []
+    out, whole, told, parts = torch.empty(16, 32), torch.empty(16, dtype=torch.int64), [], torch.zeros(2, 16, 32)
     kernel[(2,)](x, h, 3, out, whole, N=16)
-    for wrong in (unlike, no_power):
+    masked[(1,)](x, h, 3, parts, N=16)
+    for wrong in (unlike, no_power, no_mask, wide_mask):
         try:
             wrong[(1,)](x, N=16)
         except Exception as error:
             told.append(str(error))
-    found.append((out, whole, told))
-for out, whole, told in found[1:]:
+    found.append((out, whole, told, parts.view(torch.int32)))
+for out, whole, told, parts in found[1:]:
     assert out.isfinite().all() and out.equal(found[0][0]) and whole.equal(found[0][1])
-    assert len(told) == 2 and told == found[0][2], (told, found[0][2])
+    assert len(told) == 4 and told == found[0][2], (told, found[0][2])
+    assert parts.equal(found[0][3]), (parts - found[0][3]).nonzero()
 """
 
 

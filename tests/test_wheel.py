@@ -40,8 +40,9 @@ def _run(installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_bench_op_runs_where_only_the_package_is(installed: Path) -> None:
-    """Every operator, at the sizes that a CPU takes when none are given."""
-    done = _run(installed, "bench", "op", "--out", "found", "--iterations", "1")
+    """At the sizes that a CPU takes when none are given."""
+    cases = "simple_gla,kda,mlstm,generated_deltanet"
+    done = _run(installed, "bench", "op", "--ops", cases, "--out", "found", "--iterations", "1")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "generated_deltanet" in done.stdout
     assert len(list((installed.parent / "found").glob("op_cpu_*.json"))) == 1

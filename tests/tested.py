@@ -63,7 +63,7 @@ SUBJECTS = {
     "ranks_generated": "generated kernels over ranks", "ranks_operators": "ops over ranks, as benchmarks call them",
     "test_states": "programs with several states", "test_torch_compile": "torch.compile",
     "test_vector_gates": "gates of channels: strong gates", "test_long_gates": "gates' gradients: layers",
-    "ranks_long_gates": "gates' gradients: layers",
+    "ranks_bitwise": "same bits for any number of ranks", "ranks_long_gates": "gates' gradients: layers",
     "ranks_layers": "layers over ranks", "ranks_ops": "ops over ranks: graphs, absent ranks",
     "ranks_propagate": "exchange of states", "ranks_transformers": "models of transformers",
 }  # fmt: skip

@@ -32,6 +32,10 @@ _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_chunk_size": 16,
     "num_hidden_layers": 3,
 }  # fmt: skip
+_MAMBA1: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 24, "state_size": 10, "num_hidden_layers": 2, "time_step_rank": 4,
+    "initializer_range": 0.2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 _THREE_ROWS = {
     "rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 1.0, "mrope_section": [1, 1, 0],
 }  # fmt: skip
@@ -77,23 +81,81 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+# Families that test_transformers_families.py has a small quick case of.
+LATER_MODELS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {
+        **_SIZES, "num_key_value_heads": 6, "head_dim": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 2,
+        "qk_nope_head_dim": 6, "v_head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 12, "first_k_dense_replace": 1, "num_mtp_layers": 0,
+        "layer_types": _DELTA["layer_types"], "num_hidden_layers": 3,
+    },
+    "lara_mini": {
+        **_SIZES, **_DELTA, **_EXPERTS, "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 5,
+    },
+    "mamba": {**_MAMBA1, "use_bias": True},
+    "falcon_mamba": _MAMBA1,
+    "jamba": {
+        **_SIZES, **_EXPERTS, "mamba_d_state": 10, "mamba_dt_rank": 4, "num_hidden_layers": 3, "attn_layer_period": 3,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
+    },
+    "zamba": {
+        **{**_SIZES, "head_dim": 8}, "num_key_value_heads": 6, "layers_block_type": ["mamba", "hybrid", "hybrid"],
+        "num_hidden_layers": 3, "mamba_d_state": 10, "mamba_dt_rank": 4, "n_mamba_heads": 2,
+    },
+    "minimax": {
+        **_SIZES, "layer_types": _DELTA["layer_types"], "num_hidden_layers": 3, "num_local_experts": 4,
+        "block_size": 16, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1,
+        "linear_attn_alpha_factor": 1.1, "mlp_beta_factor": 0.8,
+    },
+    "recurrent_gemma": {
+        **_SIZES, "lru_width": 24, "block_types": ["recurrent", "attention"], "num_hidden_layers": 3,
+        "attention_window_size": 5, "logits_soft_cap": 3.0,
+    },
+    "xlstm": {  # sizes that its cache rounds to; chunks of one token, of which any number is right
+        "vocab_size": VOCABULARY, "hidden_size": 128, "num_heads": 4, "num_hidden_layers": 2, "mode": "train",
+        "chunk_size": 1, "ffn_proj_factor": 1.0, "ffn_round_up_to_multiple_of": 4, "eps": 0.1, "gate_soft_cap": 3.0,
+        "output_logit_soft_cap": 2.0, "use_cache": False, "pad_token_id": None, "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    "lfm2": {
+        **_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_bias": True,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_moe": {
+        **_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1,
+        "moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2,
+    },
+    "lfm3": {
+        **_SIZES, "layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3,
+        "sliding_window": 5,
+    },
+}
+
+WITHOUT_SOFTMAX = ("mamba", "mamba2", "falcon_mamba", "xlstm")
+ALL_MODELS = MODELS | LATER_MODELS
 
 
-def make(name: str, attention: str = "sdpa", **changes: Any) -> Any:
-    """The model in float32 and in training mode, with the same random parameters everywhere."""
+def make(name: str, attention: str = "sdpa", kind: str = "ForCausalLM", **changes: Any) -> Any:
+    """The model in float32 and in training mode, with the same random parameters everywhere. `kind` is how the name of
+    its class ends."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if name not in CONFIG_MAPPING_NAMES:
+        import pytest
+
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     # By their names: flash-linear-attention puts classes of its own into the register, under the same types.
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[name])
-    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name].removesuffix("ForCausalLM") + kind)
     _in_pytorch(sys.modules[model_class.__module__])
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        config = config_class(**{**copy.deepcopy(MODELS[name]), **changes})
+        config = config_class(**{**copy.deepcopy(ALL_MODELS[name]), **changes})
         config._experts_implementation = "eager"
-        model = model_class._from_config(config, attn_implementation="eager" if name == "mamba2" else attention)
+        model = model_class._from_config(config, attn_implementation="eager" if name in WITHOUT_SOFTMAX else attention)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -139,8 +201,16 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chunks(model: Any, size: int) -> Iterator[None]:
-    """The unmodified model, with other chunks: what it computes differs by its own rounding only."""
-    module = sys.modules[type(model).__module__]
+    """The unmodified model, with other chunks: what it computes differs by its own rounding only. Its own numbers are
+    of its dtype."""
+    module, dtype = sys.modules[type(model).__module__], next(model.parameters()).dtype
+    for part in model.modules():
+        if hasattr(part, "decay_factors"):  # of MiniMax, made in float32 before the model was converted
+            part.block_size = size
+            made = part.decay_factors(part.slope_rate)
+            part.query_decay, part.key_decay, part.diagonal_decay = made
+        if hasattr(part, "_rnn_scan"):  # of RecurrentGemma
+            type(part)._rnn_scan.__defaults__ = (torch.promote_types(dtype, torch.float32),)
     names = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
 

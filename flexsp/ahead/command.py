@@ -108,10 +108,11 @@ def planned(args: argparse.Namespace, device: Device, kind: str = "meta", say: A
     steps = [*_steps(args)]
     calls = [(parse_tokens(text), n) for text in args.tokens for n in args.packed]
     transport = args.transport if args.schedule == "chain" else PROCESS_GROUP
+    heap = None if args.heap is None else args.heap << 20
     from flexsp.ahead.stand_in import collected_on
 
     with collected_on(device, kind) as found:
-        for sp in roles(args.ranks, transport, args.schedule, args.heap << 20):
+        for sp in roles(args.ranks, transport, args.schedule, heap):
             for step in steps:
                 for T, packed in calls:
                     before = len(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from flexsp.bench.variant import variant_case
 from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.comm.heap import SymmetricHeap
 from flexsp.exceptions import NotAvailable, fail
-from flexsp.planner.model import config_of, known_types, on_meta
+from flexsp.planner.model import config_of, known_types, on_meta, operator_of
 
 __all__ = ["Call", "Step", "of_folder", "of_layer", "of_variant", "roles"]
 
@@ -57,6 +57,9 @@ class Call:
         return torch.tensor([i * total // self.packed for i in range(self.packed + 1)], device=_GPU)
 
 
+_FIRST_HEAP = 1 << 20  # bytes of one that grows
+
+
 @dataclass(frozen=True)
 class Step:
     """`run` makes the layer's tensors and runs it, forward and backward."""
@@ -72,14 +75,23 @@ class _Heap(SymmetricHeap):
         return group_rank
 
 
-def roles(ranks: int, transport: str, schedule: str, heap_bytes: int) -> Iterator[SequenceParallel]:
-    """Groups seen from ranks whose kernels differ: the first, one in the middle and the last one."""
+def roles(ranks: int, transport: str, schedule: str, heap_bytes: int | None) -> Iterator[SequenceParallel]:
+    """Groups seen from ranks whose kernels differ: the first, one in the middle and the last one.
+
+    Args:
+        heap_bytes: of a heap that keeps its size; None for one that grows.
+    """
+
+    def heap(nbytes: int) -> SymmetricHeap:
+        arena = torch.empty(nbytes, dtype=torch.uint8, device=_GPU)
+        return _Heap(arena, [arena] * ranks)
+
     for rank in sorted({0, min(1, ranks - 1), ranks - 1}):
-        arena = torch.empty(heap_bytes, dtype=torch.uint8, device=_GPU)
-        heap = _Heap(arena, [arena] * ranks)
         yield SequenceParallel(
-            rank=rank, world_size=ranks, device=_GPU, transport=transport, schedule=schedule, heap=heap
-        )
+            rank=rank, world_size=ranks, device=_GPU, transport=transport, schedule=schedule,
+            heap=heap(_FIRST_HEAP if heap_bytes is None else heap_bytes),
+            open_heap=heap if heap_bytes is None else None,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -169,17 +181,18 @@ def _looks(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _of_transformers(model: Any) -> Iterator[Step]:
-    from flexsp.integrations.transformers.check import check_model, replaced_names, seam_of
+    from flexsp.integrations.transformers.check import check_model, seam_of
+    from flexsp.integrations.transformers.model import over_ranks
 
     check_model(model)
     seam = seam_of(model)
     mixers: dict[Any, Any] = {}
     for name, module in model.base_model.named_modules():
-        names = replaced_names(module, seam)
-        if names is not None and "ALL_ATTENTION_FUNCTIONS" not in names:
-            mixers.setdefault(_looks(module), (name, module, names))
-    for name, module, names in mixers.values():
-        yield Step(f"{type(module).__name__} ({name})", functools.partial(_run_mixer, module, names, model.config))
+        if operator_of(module, seam) is not None:
+            mixers.setdefault(_looks(module), (name, module))
+    for name, module in mixers.values():
+        run = functools.partial(_run_mixer, over_ranks(module, seam), module, model.config)
+        yield Step(f"{type(module).__name__} ({name})", run)
 
 
 def _convolved_alone(*args: Any) -> torch.Tensor:
@@ -190,11 +203,10 @@ def _convolved_alone(*args: Any) -> torch.Tensor:
         return convolve(*args)
 
 
-def _run_mixer(module: nn.Module, names: Mapping[str, Any], config: Any, call: Call) -> None:
+def _run_mixer(run: Callable[..., Any], module: nn.Module, config: Any, call: Call) -> None:
     """As a parallelized model runs it, on activations of the layer before."""
     from flexsp.integrations.transformers import functions
     from flexsp.integrations.transformers.batch import KEY, Running
-    from flexsp.integrations.transformers.forwards import with_globals
 
     lengths = (call.T,) * call.sp.world_size
     shard = Running(call.sp, lengths, call.B, call.cu_seqlens, None, None, None, call.B * sum(lengths))
@@ -203,7 +215,7 @@ def _run_mixer(module: nn.Module, names: Mapping[str, Any], config: Any, call: C
     with ExitStack() as stack:
         stack.enter_context(_alone(call.sp, call.T))
         stack.enter_context(mock.patch.object(functions, "convolve", _convolved_alone))
-        made = with_globals(type(module).forward, names)(module, hidden, **{KEY: shard})
+        made = run(module, hidden, **{KEY: shard})
         o = made[0] if isinstance(made, tuple) else made
         o.backward(torch.empty_like(o))
 

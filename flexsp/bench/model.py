@@ -146,7 +146,7 @@ def _open(args: argparse.Namespace) -> SequenceParallel:
 
     from flexsp.launch.bootstrap import init_sequence_parallel
 
-    everyone = init_sequence_parallel(timeout_s=args.timeout)
+    everyone = init_sequence_parallel(transport=args.transport, timeout_s=args.timeout)
     world = everyone.world_size
     size = world if args.sp is None else args.sp
     if args.unmodified and world > 1:
@@ -157,7 +157,7 @@ def _open(args: argparse.Namespace) -> SequenceParallel:
         return everyone
     mesh = init_device_mesh(everyone.device.type, (world // size, size), mesh_dim_names=("dp", "sp"))
     everyone.close()
-    return init_sequence_parallel(mesh["sp"], timeout_s=args.timeout)
+    return init_sequence_parallel(mesh["sp"], transport=args.transport, timeout_s=args.timeout)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -68,10 +68,14 @@ def weak_scaling(results: Sequence[dict[str, Any]], path: Path, chosen: Sequence
                 axis.set_ylabel("ms, slowest rank", fontsize=8)
     axes[0][0].legend(fontsize=7, frameon=False)
     env, shape = results[0]["environment"], results[0]["shape"]
-    figure.suptitle(
-        f"weak scaling, {env['device']}, H={shape['H']}, K={shape['K']}, V={shape['V']}, {shape['dtype']}",
-        fontsize=10,
-    )
+    sizes = f"H={shape['H']}, K={shape['K']}, V={shape['V']}, {shape['dtype']}"
+    _save(figure, f"weak scaling, {env['device']}, {sizes}", path)
+
+
+def _save(figure: Any, title: str, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -111,16 +115,9 @@ def efficiencies(result: dict[str, Any], path: Path) -> None:
                 axis.set_xlabel("ranks", fontsize=8)
         axes[i][0].set_ylabel("predicted efficiency", fontsize=8)
     axes[0][0].legend(fontsize=7, frameon=False)
-    network = result["network"]
-    figure.suptitle(
-        f"weak scaling, predicted: {rows[0]['T_local']:,} tokens a rank, {result['of']}, {network['per_host']} a host, "
-        f"cards of {network['nic_gb_s']:g} GB/s",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    network, tokens = result["network"], rows[0]["T_local"]
+    title = f"weak scaling, predicted: {tokens:,} tokens a rank, {result['of']}, {network['per_host']} a host, "
+    _save(figure, f"{title}cards of {network['nic_gb_s']:g} GB/s", path)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flexsp.bench.timing import L2Flush, Stopwatch, busy_wait, summarize, synchronize
+from flexsp.comm.transport import PROCESS_GROUP
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -25,7 +26,7 @@ def split_schedule(text: str, transport: str) -> tuple[str, str]:
     schedule, _, own = text.partition(":")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    return schedule, own or (transport if schedule == "chain" else "process_group")
+    return schedule, own or (transport if schedule == "chain" else PROCESS_GROUP)
 
 
 def open_schedules(names: list[str], transport: str, timeout_s: float) -> dict[str, SequenceParallel]:

@@ -39,7 +39,7 @@ def seq_idx_to_cu_seqlens(seq_idx: torch.Tensor, sp: SequenceParallel | bool | N
     check_dense("seq_idx", seq_idx, "a tensor [B, T]")
     if seq_idx.dim() != 2 or seq_idx.dtype not in (torch.int32, torch.int64):
         fail("seq_idx", "int32 or int64 [B, T]", f"{seq_idx.dtype} {list(seq_idx.shape)}")
-    group = resolve_sp(sp)
+    group = resolve_sp(sp, keeps_bits=True)
     if group is not None and group.world_size > 1:
         if seq_idx.shape[0] != 1:
             fail("seq_idx", "batch size 1 over ranks (pack the documents along T)", seq_idx.shape[0])

@@ -16,11 +16,11 @@ import torch.utils.checkpoint
 
 from flexsp.comm import collectives, process_group
 from flexsp.comm.ranks import GROUPS, Ranks, ambient, count_failed_call, ranks_call, ranks_of
-from flexsp.exceptions import FlexspError, check_dense, check_integer, fail
+from flexsp.exceptions import FlexspError, NotAvailable, check_dense, check_integer, fail
 
 __all__ = [
-    "SequenceParallel", "count_failed_call", "current_sp", "get_sp", "ranks_call", "resolve_sp", "sequence_parallel",
-    "sp_over",
+    "SequenceParallel", "count_failed_call", "current_sp", "get_sp", "keeping_bits", "ranks_call",
+    "refuse_bitwise", "resolve_sp", "sequence_parallel", "sp_over",
 ]  # fmt: skip
 
 
@@ -41,6 +41,7 @@ class SequenceParallel(Ranks):
         schedule: "chain", "serial", "pipelined", "all_gather" or "hierarchical".
         hosts: how many ranks, in their order, stand on each host; a host counts again where it comes up again.
         timeout_s: seconds until a silent peer ends in `PeerTimeout`.
+        segment: tokens of a segment where results have the same bits for any number of ranks (``bitwise``), else 0.
     """
 
     def __repr__(self) -> str:
@@ -163,9 +164,11 @@ class SequenceParallel(Ranks):
         if GROUPS.pop(self.id, None) is None:
             return
         self.channels.clear()
-        if self.heap is not None:
-            self.heap.close()
-            self.heap = None
+        for heap in (*[heap for heap, _ in self.outgrown], self.heap):
+            if heap is not None:
+                heap.close()
+        self.heap = self.open_heap = None
+        self.outgrown.clear()
         if dist.is_initialized():
             for group in (self.group, self.cpu_group):
                 if group is not None:
@@ -238,18 +241,24 @@ def _refuse_lost_recompute() -> None:
 _warned: set[str] = set()
 
 
-def _warn_of_open_group() -> None:
-    """Warns, once for each op or layer, that it runs on this rank alone while a group of several ranks is open."""
-    world = max((group.world_size for group in GROUPS.values()), default=1)
-    if world == 1:
-        return
-    name, frame, level = "an op", cast("FrameType | None", sys._getframe(2)), 3
+def _who_asks(level: int) -> tuple[str, int]:
+    """The op or layer in or above the frame `level` frames above this one, and the level of what called it."""
+    name, frame = "an op", cast("FrameType | None", sys._getframe(level))
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("flexsp.", "torch.")):
         holder, module = frame.f_locals.get("self"), frame.f_globals["__name__"]
         # Decorators of ops are in the others, and torch calls a layer's forward.
         if "._" not in module and not module.startswith(("flexsp.comm.", "flexsp.runtime.", "torch.")):
             name = frame.f_code.co_name if holder is None else type(holder).__name__
         frame, level = frame.f_back, level + 1
+    return name, level
+
+
+def _warn_of_open_group() -> None:
+    """Warns, once for each op or layer, that it runs on this rank alone while a group of several ranks is open."""
+    world = max((group.world_size for group in GROUPS.values()), default=1)
+    if world == 1:
+        return
+    name, level = _who_asks(4)
     if name not in _warned:
         _warned.add(name)
         warnings.warn(
@@ -260,11 +269,42 @@ def _warn_of_open_group() -> None:
         )
 
 
-def resolve_sp(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
+def resolve_sp(sp: SequenceParallel | bool | None, keeps_bits: bool = False) -> SequenceParallel | None:
     """What the ``sp`` argument of an op means: None the ambient group, False no group, else the group itself.
 
     None outside of `sequence_parallel` warns where a group of several ranks is open.
+
+    Args:
+        keeps_bits: what asks gives the same bits for any number of ranks. Otherwise a group that was asked to
+            (``bitwise``) raises NotAvailable.
     """
+    found = _resolved(sp)
+    if found is not None and found.segment and not (keeps_bits or ambient.keeps_bits):
+        refuse_bitwise(found, "a call" if torch.compiler.is_compiling() else _who_asks(2)[0])
+    return found
+
+
+def refuse_bitwise(sp: SequenceParallel, what: str) -> None:
+    """NotAvailable where a group was made with ``bitwise``, for what does not keep its bits."""
+    if sp.segment:
+        raise NotAvailable(
+            f"{what}: its bits depend on how many ranks there are, and the group was made with bitwise "
+            "(docs/same-bits.md). Call it with another group, or on one rank with sp=False"
+        )
+
+
+@contextlib.contextmanager
+def keeping_bits() -> Iterator[None]:
+    """Inside, an op runs over a group that was made with ``bitwise`` by kernels that give the same bits."""
+    before, ambient.keeps_bits = ambient.keeps_bits, True
+    try:
+        yield
+    finally:
+        ambient.keeps_bits = before
+
+
+def _resolved(sp: SequenceParallel | bool | None) -> SequenceParallel | None:
+    """`resolve_sp`, whatever has the same bits."""
     if sp is None:
         found = current_sp()
         if torch.compiler.is_compiling():

@@ -44,6 +44,7 @@ class _Ambient(threading.local):
         # in __init__, so that torch.compile's guards find them on every thread
         self.sp: Any = None  # None, or a SequenceParallel
         self.entered: FrameType | None = None
+        self.keeps_bits = False  # the op that runs now gives the same bits for any number of ranks
 
 
 ambient = _Ambient()
@@ -55,7 +56,9 @@ class Ranks:
 
     Attributes beside those of `SequenceParallel`:
         id: key of this object in this process; compiled graphs and autograd nodes keep it instead of the object.
-        heap: symmetric memory of the transports other than process_group.
+        heap: symmetric memory of the transports that send in a kernel; calls that need more replace it by a larger one.
+        open_heap: makes that one of so many bytes, on all ranks together; None where the heap keeps its size.
+        outgrown: heaps before it and what the scan made of them, for kernels under way and captured graphs.
         order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
             reorders one.
         anchor: scalar leaf that requires grad; makes communicating ops part of the graph on every rank.
@@ -79,15 +82,17 @@ class Ranks:
         self, *, rank: int = 0, world_size: int = 1, global_ranks: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None, cpu_group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu", transport: str = "process_group", schedule: str = "chain", heap: Any = None,
-        timeout_s: float = 120.0, check_calls: bool = False, hosts: Sequence[int] | None = None,
+        open_heap: Callable[[int], Any] | None = None, timeout_s: float = 120.0, check_calls: bool = False,
+        hosts: Sequence[int] | None = None, segment: int = 0,
     ) -> None:  # fmt: skip
         self.id = next(_next_id)
         self.rank, self.world_size = rank, world_size
         self.global_ranks = list(range(world_size)) if global_ranks is None else list(global_ranks)
         self.group, self.cpu_group = group, cpu_group
         self.device = torch.device(device)
-        self.transport, self.schedule, self.heap = transport, schedule, heap
-        self.timeout_s, self.check_calls = float(timeout_s), check_calls
+        self.transport, self.schedule, self.heap, self.open_heap = transport, schedule, heap, open_heap
+        self.outgrown: list[tuple[Any, Any]] = []
+        self.timeout_s, self.check_calls, self.segment = float(timeout_s), check_calls, segment
         self.hosts = (world_size,) if hosts is None else tuple(hosts)
         with torch.inference_mode(False):  # these outlast it
             self.order = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -1,7 +1,7 @@
 """The last exchanges of a group on this rank, as PyTorch's flight recorder keeps those of NCCL.
 
-A call over ranks takes tens of microseconds of the host, so taking note of one takes less than half a microsecond: an
-entry is a short list, whose text is made only where it is read. Entries hold no tensors. Nothing here asks a device.
+A call over ranks takes tens of microseconds of the host, so taking note of one must cost next to nothing: an entry is a
+short list, whose text is made only where it is read. Entries hold no tensors. Nothing here asks a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How the tiles of a state travel between ranks: one object a transport, found by its name.
+"""How states travel between ranks: one object a transport, found by its name.
 
-`process_group` is none of these: there torch.distributed moves whole states between kernels. docs/add-a-transport.md
-adds one. This file imports no Triton.
+Most send the tiles of a state inside the kernel; with `process_group` torch.distributed sends whole states between
+kernels. docs/add-a-transport.md adds one. This file imports no Triton.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from flexsp.comm.heap import SymmetricHeap
+from flexsp.comm.process_group import compare_text
 from flexsp.comm.ranks import Ranks
 from flexsp.exceptions import NotAvailable
 
 __all__ = [
-    "PROCESS_GROUP", "Transport", "create_heap", "in_kernel", "register_transport", "transport_of", "transports",
+    "PROCESS_GROUP", "Transport", "create_heap", "in_kernel", "open_further", "register_transport", "transport_of",
+    "transports",
 ]  # fmt: skip
 
 PROCESS_GROUP = "process_group"
@@ -68,7 +70,7 @@ def create_heap(
 
 
 class Transport:
-    """A transport whose sends stand in the kernel of `flexsp.scan.propagate`.
+    """A transport, by default one whose sends stand in the kernel of `flexsp.scan.propagate`.
 
     Every rank has an arena that its neighbours write to. The kernel waits for the flag of a tile in its own arena,
     stores the next rank's tile with `push`, which raises that rank's flag, and says with `signal` that a place in the
@@ -76,18 +78,28 @@ class Transport:
 
     Attributes:
         name: what `flexsp.init_sequence_parallel(transport=...)` takes.
-        device: the type of device whose memory it moves, "cuda" or "cpu".
+        device: the type of device whose memory it moves, "cuda", "cpu", or "any" for both.
+        sends_in_kernel: whether the kernel sends. If not, torch.distributed does between kernels, and `open_heap` is
+            all of this class that is called.
         stages: whether `push` sends from memory of the arena, where it puts the tile first.
+        of_world: whether `open_heap` is collective over the default process group, as NVSHMEM's heaps are. A group
+            that is a part of it then cannot set aside more memory in a call, which other groups may not make.
     """
 
     name: str
     device: str
+    sends_in_kernel: bool = True
     stages: bool = False
+    of_world: bool = True
 
     def open_heap(
         self, nbytes: int, *, rank: int, global_ranks: Sequence[int], cpu_group: dist.ProcessGroup, device: torch.device
-    ) -> SymmetricHeap:
-        """The arenas, of as many bytes on every rank. Collective. NotAvailable where there is no such memory."""
+    ) -> SymmetricHeap | None:
+        """The arenas, of as many bytes on every rank; None of a transport that needs none. Collective.
+
+        Raises:
+            NotAvailable: there is no such memory here.
+        """
         raise NotImplementedError
 
     def problem(self, heap: SymmetricHeap, world_size: int) -> str:
@@ -118,6 +130,15 @@ class Transport:
         return None
 
 
+class _ProcessGroup(Transport):
+    """Messages of torch.distributed: any devices on any hosts, and without Triton."""
+
+    name, device, sends_in_kernel = PROCESS_GROUP, "any", False
+
+    def open_heap(self, nbytes: int, **where: Any) -> None:
+        return None
+
+
 class _Peer(Transport):
     """Stores to the neighbour's mapped memory: GPUs of one host."""
 
@@ -134,7 +155,7 @@ class _Peer(Transport):
 class _Posix(_Peer):
     """The same kernel under Triton's interpreter: CPU processes with shared memory."""
 
-    name, device, heap = "posix", "cpu", "posix"
+    name, device, heap, of_world = "posix", "cpu", "posix", False
 
 
 class _Put(Transport):
@@ -174,37 +195,46 @@ class _Put(Transport):
         return lambda compiled: heap.init_module(compiled.module)
 
 
-_TRANSPORTS: dict[str, Transport] = {x.name: x for x in (_Peer(), _Put(), _Posix())}
+_TRANSPORTS: dict[str, Transport] = {x.name: x for x in (_ProcessGroup(), _Peer(), _Put(), _Posix())}
 
 
 def register_transport(transport: Transport) -> None:
     """Makes a transport known by its name, on this rank; every rank does so before `flexsp.init_sequence_parallel`.
 
     Raises:
-        ValueError: not a Transport, a name that is taken, or a ``device`` that is neither "cuda" nor "cpu".
+        ValueError: not a Transport, a name that is taken, or a ``device`` other than "cuda", "cpu" and "any".
     """
     if not isinstance(transport, Transport):
         raise ValueError(f"transport: expected an object of a class made from Transport, got {transport!r}")
     if transport.name in (*transports(), "auto"):
         raise ValueError(f"name: expected one that no transport has, got {transport.name!r}")
-    if transport.device not in ("cuda", "cpu"):
-        raise ValueError(f"device: expected 'cuda' or 'cpu', got {transport.device!r}")
+    if transport.device not in ("cuda", "cpu", "any"):
+        raise ValueError(f"device: expected 'cuda', 'cpu' or 'any', got {transport.device!r}")
     _TRANSPORTS[transport.name] = transport
 
 
 def transports() -> tuple[str, ...]:
     """The names of all."""
-    return (PROCESS_GROUP, *_TRANSPORTS)
+    return tuple(_TRANSPORTS)
 
 
 def transport_of(name: str) -> Transport:
-    """The transport of a name other than `PROCESS_GROUP`."""
+    """The transport of a name."""
     found = _TRANSPORTS.get(name)
     if found is None:
         raise NotAvailable(f"transport {name!r} is not known on this rank: register_transport makes one known")
     return found
 
 
+def open_further(sp: Ranks, transport: Transport, nbytes: int) -> SymmetricHeap | None:
+    """A heap beside those that the group has. Collective over the group, and the host waits for the other ranks."""
+    compare_text(sp, f"call {sp.calls + 1}: a symmetric heap of {nbytes} bytes", "setting aside symmetric memory")
+    assert sp.cpu_group is not None
+    return transport.open_heap(
+        nbytes, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
+    )
+
+
 def in_kernel(sp: Ranks) -> bool:
     """Whether the kernel of `flexsp.scan.propagate` itself sends the group's states."""
-    return sp.schedule == "chain" and sp.transport != PROCESS_GROUP
+    return sp.schedule == "chain" and transport_of(sp.transport).sends_in_kernel

@@ -13,7 +13,7 @@ import torch
 
 from flexsp.comm.derivatives import TRANSFORMS, transformed
 from flexsp.comm.group import SequenceParallel, count_failed_call, resolve_sp
-from flexsp.compiler import arguments, torch_compile
+from flexsp.compiler import arguments, in_segments, torch_compile
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.check import program_of
@@ -167,8 +167,7 @@ class LinearAttention:
             inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             if len(inputs) != len(self.names) or any(name not in inputs for name in self.names):
                 raise ValueError(f"inputs: expected {sorted(self.names)}, got {sorted(inputs)}")
-            given = [inputs[name] for name in self.names]
-            found = torch_compile.call(self.graph_name, given, prev_s, cu_seqlens, group)
+            found = torch_compile.call(self.graph_name, [inputs[x] for x in self.names], prev_s, cu_seqlens, group)
             return arguments.answered(self.program.meta, group, *found)
         return self._call(inputs, prev_s, cu_seqlens, sp)
 
@@ -178,11 +177,13 @@ class LinearAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         sp = self._sp if sp is None and self._sp is not None else sp
         try:
-            group = resolve_sp(sp)
+            group = resolve_sp(sp, keeps_bits=True)
             inputs, cu_seqlens = arguments.asked(self.program.meta, inputs, cu_seqlens, group)
             # the custom operators do not tune, so with autotune a call has one plan, whether or not a mode watches it
-            usual = in_memory if self._autotune else plain
-            if not usual(*inputs.values(), prev_s, cu_seqlens) and self._has_kernels(inputs, prev_s, cu_seqlens):
+            usual = (in_memory if self._autotune else plain)(*inputs.values(), prev_s, cu_seqlens)
+            if group is not None and group.segment:
+                found = in_segments.run(self, group, inputs, prev_s, cu_seqlens)
+            elif not usual and self._has_kernels(inputs, prev_s, cu_seqlens):
                 found = torch_compile.call_now(self, inputs, prev_s, cu_seqlens, group)
             else:
                 found = self._over(group, inputs, prev_s, cu_seqlens)
@@ -459,12 +460,11 @@ class LinearAttention:
         """
         inputs = arguments.alike(self.program.meta, inputs)
         tokens, params, _ = self._sorted(inputs)
-        first = next(iter(tokens.values()))
-        wide = arguments.widest(*tokens.values(), *params.values())
+        first, wide = next(iter(tokens.values())), arguments.widest(*tokens.values(), *params.values())
         if not asks_for_kernels(first.is_cuda, wide):
             why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
             return f"runs in PyTorch: {why}"
-        group = resolve_sp(self._sp if sp is None and self._sp is not None else sp)
+        group = resolve_sp(self._sp if sp is None and self._sp is not None else sp, keeps_bits=True)
         reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda)
         asked = not reason and self.program.lowerings
         executable = self.checked(inputs, prev_s, None, group).executable if asked else None

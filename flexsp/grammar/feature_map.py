@@ -36,7 +36,9 @@ def rope(data_dependent: bool = False, base: float = 10000.0) -> FeatureMap:
     """Rotates the pairs (x_{2i}, x_{2i+1}) of q and k; K must be even.
 
     By position times base^{-2i/K}, or if ``data_dependent`` by the running sum of the call's ``theta`` [B, T, H, K/2]
-    (radians). Positions and sums count from the start of the whole sequence, of each document where packed.
+    (radians). Positions and sums count from the start of the whole sequence, of each document where packed. With
+    ``data_dependent``, inputs in half precision are computed in float32: gradients of theta are sums over all later
+    tokens, in which roundings of rows would add up.
 
     A final state continues in the next call, whose angles begin at 0 again: its rows, and keys that are kept beside
     it, are turned back by the angle of the last token, by position by one more. With a gate for each key channel, with

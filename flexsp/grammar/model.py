@@ -174,6 +174,7 @@ class FlexLinearAttention:
         if self._on_the_diagonal_engine:
             kernels = q.is_cuda and q.dtype != torch.float64
             return f"runs {'the kernels of chunk_simple_gla' if kernels else 'its reference in PyTorch'}"
+        q, k, v = self._widened(q, k, v)
         angles = self._angles(q, given, None, None, None)
         q, k = self._map(q, angles), self._map(k, angles)
         gate, per_head, column, factors = self._operands(q, given, None, None)
@@ -243,6 +244,8 @@ class FlexLinearAttention:
         dims = "[N, H, K, V]" if state == sizes[1:] else "[N, H, K + rows, V + columns]"
         check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
         scale = check.check_scale(scale, q.shape[-1])
+        dtype = v.dtype
+        q, k, v = self._widened(q, k, v)
         summed = "theta" in given or self._keeps_angle or self.mask is not None or self._objective is not None
         several = group is not None and summed  # sums go over the ranks too
         if group is not None and several:
@@ -262,7 +265,13 @@ class FlexLinearAttention:
             o, final = angles.finish(o, final)
         if group is not None and several:
             _, o, final = share_backward(group, o, final)
-        return o, final if output_final_state else None
+        return o.to(dtype), final if output_final_state else None
+
+    def _widened(self, *rows: torch.Tensor) -> list[torch.Tensor]:
+        """Rows in the dtype that they are computed in: float32 at least where angles have gradients. Each is a sum over
+        all later tokens, of which little is left, and what rounds rows would add up over long texts."""
+        of_tokens = self.transition.kind == "spectral" or "theta" in self.features.inputs
+        return [x.to(torch.promote_types(x.dtype, torch.float32)) if of_tokens else x for x in rows]
 
     def _run(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Outputs and final states of a call whose q and k have features, and whose gate and column are still None."""

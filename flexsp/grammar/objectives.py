@@ -15,9 +15,9 @@ from torch.nn.functional import pad
 from flexsp.grammar.decay import Decay
 from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
 from flexsp.grammar.feature_map import FeatureMap
+from flexsp.kernels.rotary import rotate
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_gated_delta_product
-from flexsp.ops._rotary import rotate
 from flexsp.ops._rows import own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
@@ -263,7 +263,7 @@ class Spectral(Objective):
     def explain(self) -> str:
         return (
             "runs on the diagonal engine (flexsp.ops.chunk_simple_gla), with q, k, v and outputs turned by running "
-            "sums of theta and psi; the state holds K x V"
+            "sums of theta and psi, in float32 at least; the state holds K x V"
         )
 
     def runs(self, call: Call) -> str:
@@ -274,19 +274,19 @@ class Spectral(Objective):
         steps = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1)
         angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
         theta, psi = angles.split([K // 2, V // 2], -1)
-        q, k = (rotate(x.to(call.wide), -theta).to(x.dtype).unsqueeze(2) for x in (call.q, call.k))
-        v = rotate(call.values, -psi).to(call.v.dtype).unsqueeze(2)
+        # No rows are rounded: FlexLinearAttention has widened them, for the gradients of theta and psi.
+        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, theta), (call.k, theta), (call.values, psi)))
         o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral")
-        o = rotate(o.squeeze(2).to(call.wide), psi)
+        o = rotate(o.squeeze(2), psi)
         if not call.want_final:
-            return o.to(call.v.dtype), None
+            return o, None
         ends = last(angles, None, call.cu_seqlens, call.group)
         o = o if call.group is None else add_backward_dependency(o, ends)
         if S is None:
-            return o.to(call.v.dtype), None
+            return o, None
         theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
         S = rotate(rotate(S, psi).transpose(-1, -2), theta).transpose(-1, -2)
-        return o.to(call.v.dtype), S.contiguous()
+        return o, S.contiguous()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.ops._rotary import rotate
+from flexsp.kernels.rotary import rotate
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import last, positions, running_sum
 

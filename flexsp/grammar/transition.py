@@ -83,7 +83,9 @@ def spectral() -> Transition:
     R turns the pairs of key channels (2 i, 2 i + 1) by the call's ``theta`` [B, T, H, K/2], R' those of value channels
     by its ``psi`` [B, T, H, V/2], both in radians; K and V are even. Rotations that commute stand for those of a
     singular value decomposition, whose gradient is not defined where singular values are equal. Not with a gate for
-    each key channel, nor with `feature_map.rope`, which is such a rotation itself.
+    each key channel, nor with `feature_map.rope`, which is such a rotation itself. Inputs in half precision are
+    computed in float32: gradients of theta and psi are sums over all later tokens, in which roundings of rows would
+    add up.
     """
     return Spectral()
 

@@ -10,8 +10,8 @@ by its key.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import in_kernel
 from flexsp.exceptions import kernels_on_cpu
 from flexsp.kernels import operators
+from flexsp.kernels.between import Between
 from flexsp.kernels.launch_plan import LaunchPlan
 from flexsp.kernels.operators import Asked, Saved, Shard
 from flexsp.runtime.kept import keep
@@ -126,6 +127,8 @@ class Engine(ABC):
         untransformed(cls.title, IN_PYTORCH)
         want_final = operators.wants_final(output_final_state, cu_seqlens, sp)
         initial = None if initial is None else initial.contiguous()
+        if sp is not None and sp.segment:
+            return cls._in_segments(form, tensors, initial, sp, scale, want_final)
         key = f"{cls.kind}|{form}"
         if not operators.plain(*tensors, initial, cu_seqlens):
             return operators.call(key, tensors, initial, cu_seqlens, want_final=want_final, sp=sp, scale=scale)
@@ -133,6 +136,41 @@ class Engine(ABC):
         group = sp if sp is not None and sp.world_size > 1 else None
         engine, asked = cls.of(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
         return operators.run(engine.executable(asked), key, tensors, initial, cu_seqlens, engine._shard(asked), scale)
+
+    @classmethod
+    def run_both(
+        cls, first: tuple[str, list[torch.Tensor], Optional], second: tuple[str, list[torch.Tensor], Optional],
+        cu_seqlens: Optional, *, output_final_state: bool, sp: SequenceParallel | None, scale: float = 1.0,
+    ) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:  # fmt: skip
+        """Outputs and final states of two calls (form, tensors, initial states) over the same tokens, whose states the
+        ranks exchange together. All tensors are `plain`."""
+        untransformed(cls.title, IN_PYTORCH)
+        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)
+        n_docs = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        group, parts = sp if sp is not None and sp.world_size > 1 else None, []
+        shard: Shard | None = None
+        for form, tensors, initial in (first, second):
+            initial = None if initial is None else initial.contiguous()
+            engine, asked = cls.of(form), Asked(tensors, initial, cu_seqlens, n_docs, scale, want_final, group)
+            shard = engine._shard(asked) if shard is None else shard  # which ranks may ask each other for
+            parts.append(operators.Part(engine.executable(asked), f"{cls.kind}|{form}", tensors, initial))
+        assert shard is not None
+        return operators.run_both(parts[0], parts[1], cu_seqlens, shard, scale)
+
+    @classmethod
+    def _in_segments(
+        cls, form: str, tensors: list[torch.Tensor], initial: Optional, sp: SequenceParallel, scale: float,
+        want_final: bool,
+    ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
+        from flexsp.kernels.segments import run_in_segments
+
+        engine, between = cls.of(form), cast("SequenceParallel", Between(sp.device))
+
+        def make(some: Sequence[torch.Tensor]) -> Executable[Any]:
+            return engine.executable(Asked([*some], None, None, 0, scale, False, between))
+
+        shared = [name in engine.params for name in engine.names]
+        return run_in_segments(sp, tensors, shared, initial, make, want_final, rows=engine.rows)
 
     def executable(self, asked: Asked) -> Executable[Any]:
         """How the call runs, worked out once for calls that look alike."""

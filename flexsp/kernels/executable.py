@@ -20,21 +20,26 @@ from flexsp.comm.derivatives import changed
 from flexsp.comm.group import SequenceParallel, get_sp
 from flexsp.devices import check_heads
 from flexsp.exceptions import checks_wanted
+from flexsp.kernels.between import Between
 from flexsp.kernels.launch_plan import LaunchPlan, Role, gradient_of
 from flexsp.kernels.launch_spec import PROPAGATE, LaunchSpec, SameTokenStride
 from flexsp.kernels.tail import tail_launches
 from flexsp.runtime.launch import KernelLaunch, outcome
 from flexsp.runtime.steps import Frame, Step, Workspace, launches_of, run_steps
+from flexsp.scan.both import Scan, propagate_both
 from flexsp.scan.propagate import local_launch, propagate
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["CallSpec", "Executable", "aligned_16"]
+__all__ = ["CallSpec", "Executable", "SegmentScan", "aligned_16", "run_both"]
 
 Tensors = dict[str, torch.Tensor]
 Optional = torch.Tensor | None
 Strides = tuple[int, int, int]
 _F32 = torch.float32
 _P = TypeVar("_P", bound=LaunchPlan)
+_R = TypeVar("_R")
+_S = TypeVar("_S")
+Runner = Callable[[Sequence[Step], Frame, torch.device], bool | None]
 
 
 class CallSpec:
@@ -101,6 +106,28 @@ def aligned_16(strides: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
+class SegmentScan:
+    """The scan of a segment's own states, in two halves: with the state that enters in the first place of `states` (the
+    last one if `reverse`), `launch` leaves in the last place (the first one) what goes on to the next segment."""
+
+    states: str
+    launch: KernelLaunch
+    reverse: bool
+
+    def __call__(self, frame: Frame) -> None:
+        """As a step among others: the state that enters is the one that is there, and what leaves stays."""
+        run_steps([self.launch], frame, frame[self.states].device)
+
+    def run(self, frame: Frame, entering: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """What goes on to the next segment."""
+        states = frame[self.states]
+        first, last = (states[:, -1], states[:, 0]) if self.reverse else (states[:, 0], states[:, -1])
+        first.copy_(entering.view(first.shape))
+        run_steps([self.launch], frame, device)
+        return last.clone(memory_format=torch.contiguous_format).view(entering.shape)
+
+
+@dataclass(frozen=True)
 class Backward:
     """Steps of one backward pass; `scratch` holds its buffers, `makes` are the gradients that it writes."""
 
@@ -129,6 +156,7 @@ class Executable(Generic[_P]):
         self.others: dict[Any, Executable[_P]] = {}
         self._blanks: dict[Any, torch.Tensor] = {}
         self.sp_id = -1 if sp is None else sp.id
+        self.of_segment = isinstance(sp, Between)
         self.chained = sp is not None and sp.world_size > 1
         self.out = (*given.lead, outputs.shape[-1])
         self.edge = plan.buffers["@final"].shape
@@ -172,8 +200,11 @@ class Executable(Generic[_P]):
         states, carried, cut = spec.pointers
         (kind, shape), reverse = self.plan.scan_shape, spec.constants["REVERSE"]
         kind = KINDS[kind].adjoint or kind if reverse else kind
-        sp_id = self.sp_id if self.chained else -1
-        return propagate_step(str(states), carried, cut, shape, kind, reverse, sp_id, self.plan.description)
+        sp_id = self.sp_id if self.chained and not self.of_segment else -1
+        found = propagate_step(str(states), carried, cut, shape, kind, reverse, sp_id, self.plan.description)
+        if self.of_segment and isinstance(found, KernelLaunch):
+            return SegmentScan(str(states), found, reverse)
+        return found
 
     def _gradients_of_tokens(self, makes: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Gradients with a row a token, of those that are made, with their shapes as [heads, tokens, row]."""
@@ -297,11 +328,13 @@ class Executable(Generic[_P]):
 
     def run_forward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, table: Optional, filled: bool = False,
-        last: bool = False,
+        last: bool = False, run: Runner | None = None,
     ) -> tuple[torch.Tensor, Optional, torch.Tensor]:  # fmt: skip
         """(o, final states, what the backward pass reads: if ``filled`` with zeros where nothing is written).
 
-        `last`: there is no backward pass, and one piece of memory for all.
+        Args:
+            last: there is no backward pass, and one piece of memory for all.
+            run: runs the steps in place of `run_steps`. If it returns True, they run later.
         """
         given = self.inputs(tensors, initial, table)
         o = given["o"] = self.empty(*self.out, dtype=self.dtype)
@@ -316,7 +349,10 @@ class Executable(Generic[_P]):
         if self.scratch.nbytes and not last:
             workspaces.append((self.scratch, self.empty(self.scratch.nbytes, dtype=torch.uint8)))
         frame = Frame(given, workspaces)
-        run_steps(self.forward, frame, self.device)
+        if run is None:
+            run_steps(self.forward, frame, self.device)
+        elif run(self.forward, frame, self.device):
+            return o, final, saved
         if self._has_look and checks_wanted():
             self.plan.look(frame)
         return o, final, saved
@@ -329,12 +365,25 @@ class Executable(Generic[_P]):
     def run_backward(
         self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
         do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
+        run: Runner | None = None,
     ) -> tuple[list[Optional], Optional]:  # fmt: skip
         """Gradients of the inputs, and of the initial states.
 
         Args:
             wanted: inputs whose gradients are needed, None for all; those of others may be None.
+            run: runs the steps in place of `run_steps`.
         """
+        frame, back, dinitial = self.begun_backward(
+            tensors, initial, saved, table, do, dfinal, want_dinitial, wanted
+        )  # fmt: skip
+        (run or run_steps)(back.steps, frame, self.device)
+        return self.gradients_in(frame, back, tensors), dinitial
+
+    def begun_backward(
+        self, tensors: Sequence[torch.Tensor], initial: Optional, saved: torch.Tensor, table: Optional,
+        do: torch.Tensor, dfinal: Optional, want_dinitial: bool, wanted: frozenset[str] | None = None,
+    ) -> tuple[Frame, Backward, Optional]:  # fmt: skip
+        """The memory of a backward pass, its steps, and the memory of gradients of the initial states."""
         well = do.stride(-1) == 1 or do.shape[-1] == 1
         if self.plan.aligned_gradient:
             well = well and do.data_ptr() % 16 == 0 and aligned_16(self.given.strides_of(do))
@@ -353,13 +402,14 @@ class Executable(Generic[_P]):
                 shape = (self.given.B, self.given.H, self.given.T) if name in by_head else x.shape
                 given[grad] = self.empty(*shape, dtype=self._gradient_type(name, x))
         scratch = self.empty(back.scratch.nbytes, dtype=torch.uint8)
-        frame = Frame(given, ((self.saved, saved), (back.scratch, scratch)))
-        run_steps(back.steps, frame, self.device)
-        grads = [
+        return Frame(given, ((self.saved, saved), (back.scratch, scratch))), back, dinitial
+
+    def gradients_in(self, frame: Frame, back: Backward, tensors: Sequence[torch.Tensor]) -> list[Optional]:
+        """Those of the inputs, once the steps have run; None where none is made."""
+        return [
             self._gradient(frame[grad], name, x) if grad in back.makes else None
             for (name, grad), x in zip(self.gradients, tensors, strict=True)
         ]
-        return grads, dinitial
 
     def _as_kept(self, saved: torch.Tensor, initial: Optional, table: Optional) -> tuple[torch.Tensor, Optional]:
         """What the forward pass left, as kernels read it; ValueError where hooks on saved tensors gave back others."""
@@ -402,14 +452,61 @@ def propagate_step(
     """
     B, n_seg, H, K, V = shape
     if sp_id >= 0:
-
-        def over_ranks(frame: Frame) -> None:
-            through = Transition(kind, *(None if name is None else frame[name] for name in (a, cut)))
-            propagate(frame[states].view(B, -1, H, K, V), through, get_sp(sp_id), reverse=reverse, call=call)
-
-        return over_ranks
+        return _OverRanks(states, a, cut, (B, -1, H, K, V), kind, reverse, sp_id, call)
     kernel, grid, numbers, constants, options = local_launch(B, n_seg, H, K, V, kind, cut is not None, reverse)
     return KernelLaunch(kernel, (*grid, 1, 1), [states, a, cut, *[None] * 6], numbers, constants, options)
+
+
+@dataclass(frozen=True)
+class _OverRanks:
+    """A scan over ranks as a step; attributes are those of `propagate_step`."""
+
+    states: str
+    a: str | None
+    cut: str | None
+    shape: tuple[int, ...]
+    kind: str
+    reverse: bool
+    sp_id: int
+    call: str
+
+    def __call__(self, frame: Frame) -> None:
+        propagate(*self.of(frame), get_sp(self.sp_id), reverse=self.reverse, call=self.call)
+
+    def of(self, frame: Frame) -> tuple[torch.Tensor, Transition]:
+        through = Transition(self.kind, *(None if name is None else frame[name] for name in (self.a, self.cut)))
+        return frame[self.states].view(self.shape), through
+
+
+def run_both(first: Callable[[Runner], _R], second: Callable[[Runner], _S]) -> tuple[_R, _S]:
+    """What two passes over the same tokens return, each of which is given what runs its steps; over ranks, their states
+    travel together."""
+    found: list[_S] = []
+
+    def outer(steps: Sequence[Step], frame: Frame, device: torch.device) -> None:
+        def inner(others: Sequence[Step], beside: Frame, _: torch.device) -> None:
+            _run_together((steps, frame), (others, beside), device)
+
+        found.append(second(inner))
+
+    return first(outer), found[0]
+
+
+def _run_together(
+    first: tuple[Sequence[Step], Frame], second: tuple[Sequence[Step], Frame], device: torch.device
+) -> None:  # fmt: skip
+    scans = []
+    for steps, frame in (first, second):
+        at, scan = next(((i, x) for i, x in enumerate(steps) if isinstance(x, _OverRanks)), (len(steps), None))
+        run_steps(steps[:at], frame, device)
+        scans += [] if scan is None else [(at, scan, Scan(*scan.of(frame)))]
+    if not scans:
+        return
+    (_, one, first_scan), (_, two, second_scan) = scans
+    call = f"{one.call} and {two.call}"
+    propagate_both(first_scan, second_scan, get_sp(one.sp_id), reverse=one.reverse, call=call)
+    for (steps, frame), (at, *_) in zip((first, second), scans, strict=True):
+        run_steps(steps[at + 1 :], frame, device)
 
 
 def _in_pytorch(spec: LaunchSpec) -> Step:

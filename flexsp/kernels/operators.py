@@ -1,4 +1,5 @@
-"""Calls of kernels as autograd and torch.compile see them: one autograd function above two custom operators.
+"""Calls of kernels as autograd and torch.compile see them: one autograd function above two custom operators, and
+another for two calls over the same tokens.
 
 Eager calls of plain tensors run their executable and do without the operators, which cost host time. All others go
 through them: calls in graphs of torch.compile, in traces, under modes, and of subclasses of tensors. The operators
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from flexsp.kernels.executable import Executable
 
 __all__ = [
-    "Asked", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes", "outputs",
-    "plain", "run", "serve", "wants_final",
+    "Asked", "Part", "Saved", "Operation", "Shard", "call", "define_kind", "gradients", "in_memory", "on_fakes",
+    "outputs", "plain", "run", "run_both", "serve", "wants_final",
 ]  # fmt: skip
 
 Optional = torch.Tensor | None
@@ -216,14 +217,14 @@ def outputs(
 
 def gradients(
     executable: Executable[Any], tensors: Sequence[torch.Tensor], initial: Optional, kept: Saved, do: Optional,
-    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool,
+    dfinal: Optional, wanted: Sequence[bool], want_dinitial: bool, **how: Any,
 ) -> tuple[list[Optional], Optional]:  # fmt: skip
-    """`Operation.backward` with an executable."""
+    """`Operation.backward` with an executable. `how`: what else `Executable.run_backward` takes."""
     saved, table = kept
     if do is None:
         do = executable.empty(*executable.out, dtype=executable.dtype).zero_()
     names = frozenset([name for name, wants in zip(executable.names, wanted, strict=True) if wants])
-    return executable.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names)
+    return executable.run_backward(tensors, initial, saved, table, do, dfinal, want_dinitial, names, **how)
 
 
 # Operators ------------------------------------------------------------------------------------------------------------
@@ -442,3 +443,111 @@ def run(
     sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
     asked = key, sp_id, plan.n_docs, scale, plan.returns_final
     return _Function.apply((executable, table), asked, anchor, initial, None, *tensors)
+
+
+# Two calls ------------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """One of two calls: what `run` takes of it."""
+
+    executable: Executable[Any]
+    key: str
+    tensors: Sequence[torch.Tensor]
+    initial: Optional
+
+
+class _BothFunction(torch.autograd.Function):
+    """Two calls of the same tokens as `_Function` does one, each with its executable and the table."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Optional, ...]:
+        executables, tables, asked, _, first, second, *tensors = given
+        n, (_, sp, *_) = len(executables[0].names), asked[0]
+        parts = (tensors[:n], first, tables[0]), (tensors[n:], second, tables[1])
+        (o, final, saved), (o2, final2, saved2) = _run_together(
+            *(functools.partial(each.run_forward, *part) for each, part in zip(executables, parts, strict=True))
+        )  # fmt: skip
+        ctx.save_for_backward(*tensors, first, saved, tables[0], second, saved2, tables[1])
+        ctx.executables, ctx.asked = executables, asked
+        ctx.operations = [_operation(key) for key, *_ in asked]  # which must not end before the backward pass
+        ctx.number = get_sp(sp).number() if sp >= 0 else 0
+        ctx.device, ctx.dtypes = tensors[0].device, [*_dtypes(tensors, first), *_dtypes((), second)]
+        ctx.set_materialize_grads(False)
+        return o, final, o2, final2
+
+    @staticmethod
+    def backward(ctx: Any, do, dfinal, do2, dfinal2):  # type: ignore[no-untyped-def]
+        refusal = ctx.executables[0].plan.name, IN_PYTORCH
+        first_only(*refusal)
+        untransformed(*refusal, do, dfinal, do2, dfinal2)
+        *tensors, initial, saved, table, initial2, saved2, table2 = ctx.saved_tensors
+        same_place(ctx.device, *tensors, initial, saved, table, initial2, saved2, table2)
+        if (dtypes := [*_dtypes(tensors, initial), *_dtypes((), initial2)]) != ctx.dtypes:
+            changed("dtypes", ctx.dtypes, dtypes)
+        grads_in = [x.detach() if x is not None and x.requires_grad else x for x in (do, dfinal, do2, dfinal2)]
+        n, needs = len(ctx.executables[0].names), ctx.needs_input_grad
+        wanted, sp = [*needs[-len(tensors) :]], ctx.asked[0][1]
+        want_dinitials = [x is not None and needs[i] for i, x in ((4, initial), (5, initial2))]
+        parts = (
+            (tensors[:n], initial, (saved, table), *grads_in[:2], wanted[:n], want_dinitials[0]),
+            (tensors[n:], initial2, (saved2, table2), *grads_in[2:], wanted[n:], want_dinitials[1]),
+        )
+        with contextlib.nullcontext() if sp < 0 else get_sp(sp).answering(ctx.number):
+            if plain(*grads_in, *tensors):
+                executables = [x.of(*part[:2]) for x, part in zip(ctx.executables, parts, strict=True)]
+                found = _gradients_of_both(executables, parts)
+            else:
+                found = []
+                for (key, _, n_docs, scale, want_final), part in zip(ctx.asked, parts, strict=True):
+                    xs, start, kept, dy, dlast, wants, want_dinitial = part
+                    given = key, xs, start, *kept, dy, dlast, n_docs, scale, want_final, wants, want_dinitial
+                    *grads, dstart = _call(_backwards[len(xs)], sp, *given)
+                    found.append((grads, dstart))
+        grads = [*found[0][0], *found[1][0]]
+        grads = [dx if wants else None for dx, wants in zip(grads, wanted, strict=True)]
+        dinitials = [x if wants else None for (_, x), wants in zip(found, want_dinitials, strict=True)]
+        return None, None, None, None, *dinitials, *grads
+
+
+def _run_together(first: Callable[..., Any], second: Callable[..., Any]) -> tuple[Any, Any]:
+    """What both return; they take `run`, which runs their steps."""
+    from flexsp.kernels.executable import run_both as together  # it needs Triton
+
+    return together(lambda run: first(run=run), lambda run: second(run=run))
+
+
+def _gradients_of_both(executables: Sequence[Executable[Any]], parts: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
+    passes = []
+    for executable, (tensors, initial, kept, do, dfinal, *wants) in zip(executables, parts, strict=True):
+        do, dfinal = [x if x is None else x.resolve_neg() for x in (do, dfinal)]
+        passes.append(functools.partial(gradients, executable, tensors, initial, kept, do, dfinal, *wants))
+    return _run_together(*passes)
+
+
+@step
+def run_both(
+    first: Part, second: Part, cu_seqlens: Optional, shard: Shard, scale: float = 1.0
+) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+    """Outputs and final states of two calls over the same tokens, as `run` gives each; ranks exchange the states of
+    both together, in both directions."""
+    parts, executables = (first, second), (first.executable, second.executable)
+    chained = first.executable.chained
+    tables = [table_of(x, cu_seqlens, shard) for x in executables]
+    given = [x for part in parts for x in (*part.tensors, part.initial) if x is not None]
+    backward = torch.is_grad_enabled() and (chained or any([x.requires_grad for x in given]))
+    for part in parts:
+        if backward or not part.executable.plan.surely_fits:
+            part.executable.precompile(part.tensors, part.initial, backward)
+    if not backward:
+        passes = [
+            functools.partial(x.executable.run_forward, x.tensors, x.initial, table, last=True)
+            for x, table in zip(parts, tables, strict=True)
+        ]
+        (o, final, _), (o2, final2, _) = _run_together(*passes)
+        return o, final, o2, final2
+    sp = get_sp(executables[0].sp_id) if chained else None
+    sp_id, anchor = (-1, None) if sp is None else (sp.id, sp.anchor)
+    asked = [(x.key, sp_id, x.executable.plan.n_docs, scale, x.executable.plan.returns_final) for x in parts]
+    inputs = first.initial, second.initial, *first.tensors, *second.tensors
+    return _BothFunction.apply(executables, tables, asked, anchor, *inputs)

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import NotAvailable
 from flexsp.scan.chunks import states_between
 from flexsp.scan.transitions import Transition
 
@@ -82,6 +83,8 @@ def run(
         anchor: the one that `share_backward` gives beside the inputs of a call over ranks.
         call: what ranks compare of the call.
     """
+    if sp is not None and sp.segment:
+        raise NotAvailable(f"{call}: bitwise is not available for calls in PyTorch that are not cut into segments")
     ends, own = (sp is None or sp.is_last), initial if documents is None and (sp is None or sp.is_first) else None
     entering, of_documents = zero if own is None else own, None if documents is None else initial
     states = step.states(of_documents)

@@ -11,6 +11,7 @@ import os
 import socket
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.comm.transport import PROCESS_GROUP, in_kernel, transport_of, transports
-from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, checks_wanted
+from flexsp.comm.transport import PROCESS_GROUP, in_kernel, open_further, transport_of, transports
+from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, check_integer, checks_wanted
 from flexsp.launch.termination import dump_when_ended
 from flexsp.scan.cost import quicker
 from flexsp.scan.schedules import SCHEDULES
@@ -28,6 +29,8 @@ from flexsp.scan.schedules import SCHEDULES
 __all__ = ["init_sequence_parallel"]
 
 _TRIAL_S = 30.0
+_SEGMENT = 1024  # tokens, with bitwise
+_FIRST_MIB = 256  # of a heap, which may grow where nobody gave its size
 
 
 def init_sequence_parallel(
@@ -37,6 +40,7 @@ def init_sequence_parallel(
     schedule: str | None = None,
     timeout_s: float | None = None,
     device: torch.device | str | None = None,
+    bitwise: bool | int = False,
 ) -> SequenceParallel:
     """Make the group that a sequence is cut over. Collective over the default process group.
 
@@ -51,16 +55,24 @@ def init_sequence_parallel(
             "auto". On CUDA that is "peer" if every rank's memory can be mapped here; else "put", if its device library
             is there and a small state has arrived everywhere by it; else "process_group", with a warning that says why.
             On the CPU it is "process_group".
-        heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB or 256.
+        heap_mib: symmetric memory of each rank in MiB, default FLEXSP_HEAP_MIB. It then keeps this size. Without either
+            it begins with 256 and grows in calls whose states need more, for which the ranks' hosts wait for each
+            other; a captured graph keeps the memory that it was captured with. Where NVSHMEM gives the memory and the
+            group is a part of the world, it does not grow.
         schedule: "chain" (default); "hierarchical", for many hosts, by torch.distributed in any case; "auto",
             that one of the two which `flexsp.scan.cost` expects to be quicker, on one host always "chain"; or a
             baseline: "serial", "pipelined", "all_gather".
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
             compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
+        bitwise: ops give the same bits for any number of ranks: outputs, final states and gradients. Sequences are cut
+            into segments of 1024 tokens, or of as many as this says, and states go through one after the other. Shards
+            must be whole segments, but for the end of the sequence. Ranks take longer then; what cannot keep its bits,
+            such as layers, raises NotAvailable (docs/same-bits.md).
 
     Raises:
-        ValueError: an unknown transport or schedule, a mesh with several dimensions, a group without this rank.
+        ValueError: an unknown transport or schedule, another schedule than "chain" with ``bitwise``, a mesh with
+            several dimensions, a group without this rank.
         NotAvailable: the transport asked for does not work here.
         PeerMismatch: the ranks called it with different settings, or their groups overlap.
     """
@@ -68,15 +80,19 @@ def init_sequence_parallel(
     _choice("transport", transport, ("auto", *transports()))
     _choice("schedule", schedule, (*SCHEDULES, "auto"))
     timeout_s = _positive("timeout_s", timeout_s, "FLEXSP_TIMEOUT_S", 120.0)
-    heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", 256))
+    if heap_mib is not None or "FLEXSP_HEAP_MIB" in os.environ:
+        heap_mib = int(_positive("heap_mib", heap_mib, "FLEXSP_HEAP_MIB", _FIRST_MIB))
+    segment = _segment(bitwise, schedule)
     where = _device(device)
     check_calls, per_host = checks_wanted(), _ranks_per_host()
     try:
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
             alone = "chain" if schedule == "auto" else schedule
-            return SequenceParallel(device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls)
-        settings = (transport, schedule, timeout_s, heap_mib, where.type, check_calls, per_host)
+            return SequenceParallel(
+                device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls, segment=segment
+            )
+        settings = (transport, schedule, segment, timeout_s, heap_mib, where.type, check_calls, per_host)
         everyone, machines = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
         if cpu_group is not None:  # without it a rank might go on and exit while others still connect to it
@@ -95,11 +111,11 @@ def init_sequence_parallel(
     sp = SequenceParallel(
         rank=ranks.index(dist.get_rank()), world_size=len(ranks), global_ranks=ranks, group=data_group,
         cpu_group=cpu_group, device=where, schedule="chain" if schedule == "auto" else schedule, timeout_s=timeout_s,
-        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host),
+        check_calls=check_calls, hosts=_hosts([machines[r] for r in ranks], per_host), segment=segment,
     )  # fmt: skip
     dump_when_ended()
     if max(len(members) for members in everyone) > 1:
-        _attach_heap(sp, transport, heap_mib)
+        _take_transport(sp, transport, heap_mib)
     if schedule == "auto":
         sp.schedule = quicker(sp.hosts, in_kernel(sp))
     if where.type == "cuda" and data_group is not None:
@@ -123,6 +139,16 @@ def _positive(name: str, given: float | None, variable: str, default: float) -> 
     if not 0 < value < float("inf"):
         raise ValueError(f"{name if given is not None else variable}: expected a number > 0, got {raw!r}")
     return value
+
+
+def _segment(bitwise: bool | int, schedule: str) -> int:
+    """Tokens of a segment, 0 without ``bitwise``."""
+    if bitwise is False:
+        return 0
+    segment = _SEGMENT if bitwise is True else check_integer("bitwise", bitwise, least=1)
+    if schedule != "chain":
+        raise ValueError(f"schedule: expected 'chain' with bitwise, whose order of sums is that one; got {schedule!r}")
+    return segment
 
 
 def _ranks_per_host() -> int | None:
@@ -211,24 +237,26 @@ def _make_groups(
     return mine
 
 
-def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
-    """Allocate the symmetric heap the transport needs, on all ranks or on none."""
-    if transport == PROCESS_GROUP or (transport == "auto" and sp.device.type != "cuda"):
-        return
+def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int | None) -> None:
+    """Takes the transport and sets aside the symmetric memory that it needs, on all ranks or on none."""
+    if transport == "auto" and sp.device.type != "cuda":
+        transport = PROCESS_GROUP
     chosen = transport_of("peer" if transport == "auto" else transport)
+    grows = heap_mib is None and (sp.world_size == dist.get_world_size() or not chosen.of_world)
+    nbytes = (_FIRST_MIB if heap_mib is None else heap_mib) << 20
     heap, problem, near, of_put = None, "", False, ""
     try:
-        if sp.device.type != chosen.device:
+        if chosen.device not in (sp.device.type, "any"):
             memory, others = ("GPU", "; CPU ranks have 'posix'") if chosen.device == "cuda" else ("CPU", "")
             raise NotAvailable(f"it moves {memory} memory and this rank computes on {sp.device}{others}")
         assert sp.cpu_group is not None
         heap = chosen.open_heap(
-            heap_mib << 20, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
+            nbytes, rank=sp.rank, global_ranks=sp.global_ranks, cpu_group=sp.cpu_group, device=sp.device
         )
-        if transport == "auto":
+        if heap is not None and transport == "auto":
             near = all(heap.reaches(r) for r in range(sp.world_size))
             of_put = transport_of("put").problem(heap, sp.world_size)
-        else:
+        elif heap is not None:
             problem = chosen.problem(heap, sp.world_size)
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         problem = f"{type(error).__name__}: {error}"
@@ -242,12 +270,13 @@ def _attach_heap(sp: SequenceParallel, transport: str, heap_mib: int) -> None:
             problems = [text for _, _, text in reports]
     if not any(problems):
         sp.heap, sp.transport = heap, name
+        sp.open_heap = partial(open_further, sp, chosen) if grows and heap is not None else None
         if transport != "auto" or name != "put":
             return
         dist.all_gather_object(problems, _trial(sp))
         if not any(problems):
             return
-        sp.heap, sp.transport = None, PROCESS_GROUP
+        sp.heap, sp.open_heap, sp.transport = None, None, PROCESS_GROUP
         sp.start_anew()
     if heap is not None:
         heap.close()

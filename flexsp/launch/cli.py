@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flexsp.bench.sizes import DEFAULTS
-from flexsp.comm.transport import transports
+from flexsp.comm.transport import transport_of, transports
 
 __all__ = ["main", "parser"]
 
@@ -67,6 +67,12 @@ def _sizes_argument(
     """A list of integers."""
     chosen = None if default is None else list(default)
     parser.add_argument(flag, type=_listed(int), default=chosen, metavar="N,N", help=text)
+
+
+def _transport_arguments(parser: argparse.ArgumentParser, text: str, default: str, names: Sequence[str]) -> None:
+    parser.add_argument("--transport", default=default, choices=names, help=f"{text} (default {default})")
+    text = "run a file first, in every rank, that makes a transport known by register_transport; may be repeated"
+    parser.add_argument("--register", action="append", metavar="FILE.py", help=text)
 
 
 def _ranks_argument(parser: argparse.ArgumentParser) -> None:
@@ -160,10 +166,8 @@ def _scale_arguments(parser: argparse.ArgumentParser) -> None:
     _by_device(parser, "--T-local", "tokens a rank", type=_listed(int), metavar="N,N")
     text = f"of {','.join(SCHEDULES)}; chain:put names the transport too (default all)"
     _names_argument(parser, "--schedules", SCHEDULES, text, SCHEDULES)
-    text = "of chain; the other schedules are torch send/recv (default auto)"
-    parser.add_argument("--transport", default="auto", choices=("auto", *transports()), help=text)
-    text = "run a file first, in every rank, that makes a transport known by register_transport; may be repeated"
-    parser.add_argument("--register", action="append", metavar="FILE.py", help=text)
+    text = "of chain; the other schedules are torch send/recv"
+    _transport_arguments(parser, text, "auto", ("auto", *transports()))
     text = f"other libraries over ranks too, of {','.join(PEERS)} (default none; on GPUs alone)"
     _names_argument(parser, "--peers", PEERS, text, [])
     _ranks_argument(parser)
@@ -247,10 +251,9 @@ def _compile_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of a sequence (default 1)")
     text = "of the ranks (default chain)"
     parser.add_argument("--schedule", default="chain", choices=SCHEDULES, help=text)
-    text = "of chain (default peer)"
-    parser.add_argument("--transport", default="peer", choices=("peer", "put", "process_group"), help=text)
-    text = "FLEXSP_HEAP_MIB of the ranks (default 256)"
-    parser.add_argument("--heap", type=int, default=256, metavar="MIB", help=text)
+    _transport_arguments(parser, "of chain", "peer", [x for x in transports() if transport_of(x).device != "cpu"])
+    text = "FLEXSP_HEAP_MIB of the ranks (default: not set, so that calls get what they need)"
+    parser.add_argument("--heap", type=int, metavar="MIB", help=text)
     text = "such as h100, h200 or sm_90, which need not be here (default: the GPU that is here)"
     parser.add_argument("--gpu", help=text)
     text = "CUDA release of torch on the GPU's machine, such as 12.8, which limits the release of ptxas (default: here)"
@@ -267,6 +270,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sp", type=int, metavar="N", help="ranks that a sequence is cut over (default: all)")
     parser.add_argument("--unmodified", action="store_true", help="the model as transformers has it, on one rank")
     parser.add_argument("--profile", action="store_true", help="one more step, and the times of its kernels on rank 0")
+    _transport_arguments(parser, "of the ranks", "auto", ("auto", *transports()))
     _ranks_argument(parser)
     parser.add_argument("--warmup", type=int, default=2, help="steps before timing (default 2)")
     parser.add_argument("--iterations", type=int, default=3, help="timed steps; their median is taken (default 3)")

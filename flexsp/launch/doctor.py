@@ -289,6 +289,8 @@ def _inspect(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
 
 def self_test(report: dict[str, Any], ranks: int | None, folder: Path) -> list[Finding]:
     """Ops against float64 on the CPU and on a GPU, then ranks against one rank, on the CPU and over each transport."""
+    from flexsp.comm import transport as registry
+
     module, gpus = "flexsp.testing.selftest", len(report["gpus"])
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     together = [
@@ -302,8 +304,8 @@ def self_test(report: dict[str, Any], ranks: int | None, folder: Path) -> list[F
     world = min(ranks or 4, gpus)
     if world > 1:
         available = {finding.name for finding in transports(report) if finding.level == "ok"}
-        for transport in ("peer", "put", "process_group"):
-            if transport in available:
+        for transport in registry.transports():
+            if transport in available and registry.transport_of(transport).device != "cpu":
                 child = Child(f"{world} GPU ranks, {transport}", [module, "ranks", transport], ranks=world)
                 found += child.start(folder).collect()
     return found

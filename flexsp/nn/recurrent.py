@@ -102,6 +102,7 @@ class RecurrentLayer(nn.Module):
         """y, the new cache or None, and what `_arguments` left for `_output`."""
         check_input("x", x, (None, None, self.hidden_size))
         self._check_context(x, *context)
+        resolve_sp(None)  # which refuses a group made with bitwise, before any message
         if cache is None:
             y, _, for_output = self._run(x, None, context, cu_seqlens)
             return without_tail(y, cu_seqlens, resolve_sp(None)), None, for_output

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from flexsp.comm.group import SequenceParallel, count_failed_call, current_sp, sequence_parallel
+from flexsp.comm.group import SequenceParallel, count_failed_call, current_sp, refuse_bitwise, sequence_parallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks, unseen
 
@@ -145,6 +145,7 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
         raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
+    refuse_bitwise(sp, "SequenceParallelLA")
     allowed = _allowed(layer, allow)
     _refuse(list(offences(layer, allowed)))
     apart = {part for module in layer.modules() if runs_over_ranks(module) for part in module.modules()}

@@ -47,7 +47,8 @@ class _Kept(NamedTuple):
 
 def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator of an op with the argument ``sp``. For a call that looks like an earlier one it does again what that
-    did with its tensors (`flexsp.runtime.recipe`), without the op's checks and plans.
+    did with its tensors (`flexsp.runtime.recipe`), without the op's checks and plans. Calls over groups made with
+    ``bitwise`` go by what `flexsp.ops._segments.in_segments` left with the op.
 
     Calls look alike if nothing but addresses and values of their tensors differs. So a call whose values the op may
     read, on a CPU or under FLEXSP_CHECK=1, has no recipe, nor has one in graphs, under modes or in transforms.
@@ -62,6 +63,8 @@ def by_recipe(op: Callable[_P, _R]) -> Callable[_P, _R]:
             return op(*args, **kwargs)
         sp: Any = args[at] if len(args) > at else kwargs.get("sp")
         group = current_sp() if sp is None else sp
+        if isinstance(group, SequenceParallel) and group.segment:
+            return op.in_segments(group, args, kwargs)  # type: ignore[attr-defined,no-any-return]
         tensors: list[torch.Tensor] = []
         # A call that looks like one before may forget a group that was opened since: the op warns of that.
         facts: list[Any] = [torch.is_grad_enabled(), len(GROUPS), *kwargs]

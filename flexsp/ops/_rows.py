@@ -26,19 +26,23 @@ def products(k: Tensor, rows: Tensor) -> Tensor:
 
 def on_engine(
     q: Tensor, k: Tensor, v: Tensor, gate: Optional, *, scale: float, initial: Optional, want_final: bool,
-    cu_seqlens: Optional, sp: SequenceParallel | None, op: str,
+    cu_seqlens: Optional, sp: SequenceParallel | None, op: str, turned: Optional = None, pairwise: bool = True,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
     """`diagonal` over rows [B, T, R, H, *], one after the other. The state decays before a token's first row only, by
     its log gate [B, T, H].
 
-    So row i of q reads what rows j <= i of its own token have written.
+    So row i of q reads what rows j <= i of its own token have written. turned, pairwise: as of `diagonal`, [B, T, H, S]
+    of all rows of a token.
     """
     (B, T, R, H), further = q.shape[:4], None
     if gate is not None:
         further = torch.cat([gate.unsqueeze(2), gate.new_zeros(B, T, R - 1, H)], 2).flatten(1, 2)
+    if turned is not None:
+        turned = turned.unsqueeze(2).expand(-1, -1, R, -1, -1).flatten(1, 2)
     o, final = diagonal(
-        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, scale=scale, initial_state=initial,
+        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, turned=turned, scale=scale, initial_state=initial,
         output_final_state=want_final, cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R,
+        pairwise=pairwise,
     )  # fmt: skip
     return o.unflatten(1, (T, R)), final
 

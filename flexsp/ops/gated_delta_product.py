@@ -9,12 +9,14 @@ from flexsp.ops import _delta
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_gated_delta_product", "recurrent_gated_delta_product"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("q k v g beta", kernels=True)
 @one_dtype("q k v")
 def chunk_gated_delta_product(
     q: torch.Tensor,

@@ -8,12 +8,14 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _delta
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_gated_delta_rule", "recurrent_gated_delta_rule"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("q k v g beta", "A_log dt_bias", kernels=True, apart="use_gate_in_kernel use_beta_sigmoid_in_kernel")
 @one_dtype("q k v")
 def chunk_gated_delta_rule(
     q: torch.Tensor,

@@ -12,6 +12,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_gdn2", "recurrent_gdn2"]
 
@@ -20,6 +21,7 @@ Tensor = torch.Tensor
 
 @ranks_call
 @by_recipe
+@in_segments("q k v g b w", "A_log dt_bias", kernels=True, apart="use_gate_in_kernel")
 @one_dtype("q k v")
 def chunk_gdn2(
     q: torch.Tensor,

@@ -9,12 +9,14 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_hgrn", "recurrent_hgrn"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("x g", kernels=True)
 @one_dtype("x", out="x")
 def chunk_hgrn(
     x: torch.Tensor,

@@ -9,12 +9,14 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_hgrn2", "recurrent_hgrn2"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("q v g", kernels=True)
 @one_dtype("q v")
 def chunk_hgrn2(
     q: torch.Tensor,
@@ -33,8 +35,8 @@ def chunk_hgrn2(
     Qin et al. 2024, HGRN2 (arXiv 2404.07904), section 3: `chunk_gla` whose keys are 1 - e^{g_t}. They are made from
     the gates where they are used, so that gates near 0 lose no digits.
 
-    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
-    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+    In half precision gates of later tokens in the same chunk may change an output by some roundings: kernels choose a
+    method for each chunk by the size of its gates.
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.

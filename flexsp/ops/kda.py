@@ -8,12 +8,14 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _delta
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_kda", "recurrent_kda"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("q k v g beta", "A_log dt_bias", kernels=True, apart="use_gate_in_kernel use_beta_sigmoid_in_kernel")
 @one_dtype("q k v")
 def chunk_kda(
     q: torch.Tensor,
@@ -41,8 +43,8 @@ def chunk_kda(
 
     Kimi Team 2025, Kimi Linear (arXiv 2510.26692), eq. 1: the state decays first, then the delta rule reads it.
 
-    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
-    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+    In half precision gates of later tokens in the same chunk may change an output by some roundings: kernels choose a
+    method for each chunk by the size of its gates.
 
     Args:
         q: [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.

@@ -6,10 +6,11 @@ import torch
 
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.diagonal.op import diagonal, diagonal_pair
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["NORMALIZER_EPS", "chunk_linear_attn"]
 
@@ -21,6 +22,7 @@ State = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 @ranks_call
 @by_recipe
+@in_segments("q k v", kernels=True)
 @one_dtype("q k v")
 def chunk_linear_attn(
     q: torch.Tensor,
@@ -80,20 +82,20 @@ def chunk_linear_attn(
     check.same_call(sp, "linear_attn", q, H, K, V, N, normalize, cu_seqlens is None)
 
     scale = check.check_scale(scale, K)
-    # The two calls below exchange states one after the other, and so must their backward passes, in one order on all
-    # ranks.
-    if sp is not None and normalize:
-        _, q, k, v, state, z = share_backward(sp, q, k, v, state, z)
-    numerator, final = diagonal(
-        q, k, v, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
-        op="linear_attn",
-    )  # fmt: skip
     if not normalize:
-        return numerator, final
+        return diagonal(
+            q, k, v, scale=scale, initial_state=state, output_final_state=output_final_state, cu_seqlens=cu_seqlens,
+            sp=sp, op="linear_attn",
+        )  # fmt: skip
+    # In a graph the two states may be exchanged one after the other, and so must their gradients be, in one order on
+    # all ranks.
+    if sp is not None:
+        _, q, k, v, state, z = share_backward(sp, q, k, v, state, z)
     ones = v.new_ones(1, 1, 1, 1).expand(*v.shape[:3], 1)
-    denominator, final_z = diagonal(
-        q, k, ones, scale=scale, initial_state=None if z is None else z.permute(0, 2, 3, 1),
-        output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op="linear_attn (normaliser)",
+    (numerator, denominator), (final, final_z) = diagonal_pair(
+        q, k, (v, ones), scale=scale, initial_states=(state, None if z is None else z.permute(0, 2, 3, 1)),
+        output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp,
+        ops=("linear_attn", "linear_attn (normaliser)"),
     )  # fmt: skip
     dtype = check.accumulation_dtype(q)
     o = (numerator.to(dtype) / (denominator.to(dtype) + NORMALIZER_EPS)).to(v.dtype)

@@ -17,6 +17,7 @@ from flexsp.kernels.views import contiguous, turned
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 from flexsp.runtime.recipe import step
 from flexsp.scan.tokens import without_tail
 
@@ -27,6 +28,7 @@ NO_LIMIT = (0.0, math.inf)
 
 @ranks_call
 @by_recipe
+@in_segments("x dt B C z", "A D dt_bias", refuses="seq_idx", kernels=True, apart="z", one_axis="D")
 @one_dtype("x B C z", out="x")
 def mamba2_ssd(
     x: torch.Tensor,

@@ -9,7 +9,7 @@ import torch
 from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.exceptions import check_number
-from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.diagonal.op import diagonal_pair
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
@@ -18,6 +18,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 from flexsp.runtime.recipe import step
 from flexsp.scan.maxima import enters, maxima_between
 from flexsp.scan.tokens import read_here
@@ -32,6 +33,7 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @ranks_call
 @by_recipe
+@in_segments("q k v i f", states="c_initial n_initial m_initial", wants="return_last_states", head_first="head_first")
 @one_dtype("q k v")
 def chunk_mlstm(
     q: torch.Tensor,
@@ -102,7 +104,7 @@ def chunk_mlstm(
     given = _initial(c_initial, n_initial, m_initial, (N, H, K, V), q, cu_seqlens, sp)
     scale = check.check_scale(scale, K)
     check.same_call(sp, "mlstm", q, H, K, V, N, eps, cu_seqlens is None)
-    if sp is not None:  # two exchanges
+    if sp is not None:
         _, q, k, v, i, f, *given = _shared(sp, q, k, v, i, f, *given)
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
@@ -113,16 +115,12 @@ def chunk_mlstm(
     rows: Any = in_pytorch
     if in_kernels:
         from flexsp.kernels.mlstm import rows
-    numerator, C = diagonal(
-        reads, keys, v.to(kind), gates.log_forget, i=gates.log_weight, scale=scale, initial_state=C,
-        output_final_state=return_last_states, cu_seqlens=cu_seqlens, sp=sp, op="mlstm",
-    )  # fmt: skip
     # The gradient of h jumps where the denominator crosses its lower bound, so the denominator must be precise: its
     # weights are the values, in float32, instead of factors of the keys.
-    denominator, n = diagonal(
-        reads, keys, unsqueeze(gates.weight, -1), gates.log_forget, scale=scale,
-        initial_state=None if n is None else n.unsqueeze(-1), output_final_state=return_last_states,
-        cu_seqlens=cu_seqlens, sp=sp, op="mlstm (normaliser)",
+    (numerator, denominator), (C, n) = diagonal_pair(
+        reads, keys, (v.to(kind), unsqueeze(gates.weight, -1)), gates.log_forget, gates.log_weight, scale=scale,
+        initial_states=(C, None if n is None else n.unsqueeze(-1)), output_final_state=return_last_states,
+        cu_seqlens=cu_seqlens, sp=sp, ops=("mlstm", "mlstm (normaliser)"),
     )  # fmt: skip
     h = rows.quotients(numerator, denominator, gates.m, eps + 0.0, v.dtype)  # a float, also if eps is an int
     h = h.transpose(1, 2) if head_first else h

@@ -8,6 +8,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 from flexsp.ops.simple_gla import chunk_simple_gla
 from flexsp.runtime.recipe import step
 
@@ -16,6 +17,7 @@ __all__ = ["chunk_retention"]
 
 @ranks_call
 @by_recipe
+@in_segments("q k v", kernels=True)
 @one_dtype("q k v")
 def chunk_retention(
     q: torch.Tensor,

@@ -13,6 +13,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 from flexsp.runtime.recipe import step
 from flexsp.scan.tokens import begins
 
@@ -21,6 +22,7 @@ __all__ = ["recurrent_rg_lru", "rg_lru"]
 
 @ranks_call
 @by_recipe
+@in_segments("x r i", "Lambda", begins="unit_start", kernels=True)
 @one_dtype("x", out="x")
 def rg_lru(
     x: torch.Tensor,

@@ -9,12 +9,14 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_rwkv7", "recurrent_rwkv7"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("r w k v a b", kernels=True)
 @one_dtype("r k v a b")
 def chunk_rwkv7(
     r: torch.Tensor,
@@ -39,8 +41,8 @@ def chunk_rwkv7(
     more than 0.71: in half of a text's chunks of 64 (a_i b_j)^2, with the decays between, is above 1/2 on average.
     Chunks would lose up to 7 % there; with smaller rates they lose up to 5 %. It is much slower.
 
-    In half precision gates of later tokens in the same chunk may change an output by some roundings, in bfloat16 by
-    3e-3 to 9e-3 of its size: kernels choose a method for each chunk by the size of its gates.
+    In half precision gates of later tokens in the same chunk may change an output by some roundings: kernels choose a
+    method for each chunk by the size of its gates.
 
     Args:
         r: receptance [B, T, H, K], float16, bfloat16, float32 or float64, any strides; K of 1..256.

@@ -15,6 +15,7 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 from flexsp.scan.tokens import without_tail
 
 __all__ = ["recurrent_selective_scan", "selective_scan"]
@@ -26,6 +27,7 @@ Optional = torch.Tensor | None
 
 @ranks_call
 @by_recipe
+@in_segments("u delta B C z", "A D delta_bias", wants="return_last_state", kernels=True, three_axes="B C")
 @one_dtype("u B C z", out="u")
 def selective_scan(
     u: torch.Tensor,

@@ -10,12 +10,14 @@ from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype, recurrence_of
 from flexsp.ops._recipe import by_recipe
+from flexsp.ops._segments import in_segments
 
 __all__ = ["chunk_simple_gla", "recurrent_simple_gla"]
 
 
 @ranks_call
 @by_recipe
+@in_segments("q k v g", "g_gamma", kernels=True)
 @one_dtype("q k v")
 def chunk_simple_gla(
     q: torch.Tensor,

@@ -20,7 +20,7 @@ _HALF = 2  # bytes of a bfloat16 number
 USABLE = 0.93
 """Share of a GPU's memory that tensors can fill; the rest is what the allocator cannot use in large pieces. Assumed."""
 RESERVED = 2 * 2**30
-"""Bytes of the CUDA context, of NCCL's and cuBLAS's buffers, and of the symmetric heap (256 MiB). Assumed."""
+"""Bytes of the CUDA context, of NCCL's and cuBLAS's buffers, and of the symmetric heap. Assumed."""
 LOGIT = 12
 """Bytes of a logit in a block of the loss: it and its gradient, in bfloat16 and in float32."""
 

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from flexsp.exceptions import NotAvailable, fail
-from flexsp.integrations.transformers.check import check_model, class_of, replaced_names, seam_of
+from flexsp.integrations.transformers.check import check_model, class_of, replaced_by, seam_of
 from flexsp.integrations.transformers.seams import SEAMS, Seam
 
 __all__ = [
-    "Layer", "LinearMixer", "ModelSizes", "SoftmaxMixer", "config_of", "known_types", "on_meta", "read_model",
-    "sizes_of",
+    "Layer", "LinearMixer", "ModelSizes", "SoftmaxMixer", "config_of", "known_types", "on_meta", "operator_of",
+    "read_model", "sizes_of",
 ]  # fmt: skip
 
 _HALF = 2  # bytes of a bfloat16 number
@@ -110,10 +110,25 @@ class ModelSizes:
 
 
 def known_types() -> list[str]:
-    """Values of ``model_type`` in a config.json that `parallelize`, and so a plan, takes."""
+    """Values of ``model_type`` in a config.json that a plan takes: `parallelize` takes them, and their operators were
+    measured."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in SEAMS)
+    return sorted(
+        kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in SEAMS and _is_planned(SEAMS[name])
+    )
+
+
+# The functions in layers that a plan knows: operators, by their names in `flexsp bench op`, and what costs little.
+_OPERATORS = {
+    "torch_chunk_gated_delta_rule": "gated_delta_rule", "chunk_kimi_delta_attention": "kda",
+    "mamba2_chunk_scan": "mamba2",
+}  # fmt: skip
+_OTHERS = {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "ALL_ATTENTION_FUNCTIONS"}
+
+
+def _is_planned(seam: Seam) -> bool:
+    return all(not callable(names) and {*names} <= {*_OPERATORS, *_OTHERS} for names in seam.replaced.values())
 
 
 def read_model(folder: str | Path) -> ModelSizes:
@@ -215,8 +230,9 @@ def _layer(layer: nn.Module, seam: Seam, config: Any, seen: set[int], hybrids: l
     modules = dict(_met(layer, len(hybrids)))
     if any("_adapter_list." in name for name, _ in layer.named_modules()):
         hybrids.append(len(hybrids))
-    mixers = [x for x in modules.values() if replaced_names(x, seam) is not None]
-    linear = tuple(_linear_mixer(x, seam) for x in mixers if not _is_softmax(x, seam))
+    mixers = [x for x in modules.values() if replaced_by(x, seam) is not None]
+    found = [(x, operator_of(x, seam)) for x in mixers]  # a short convolution alone has none
+    linear = tuple(_linear_mixer(x, case) for x, case in found if case is not None)
     softmax = tuple(_softmax_mixer(x, config) for x in mixers if _is_softmax(x, seam))
     dense = experts = 0
     for module in modules.values():
@@ -242,15 +258,20 @@ def _is_softmax(module: nn.Module, seam: Seam) -> bool:
     return class_of(module).__name__ == seam.prefix + "Attention"
 
 
-def _linear_mixer(module: Any, seam: Seam) -> LinearMixer:
+def operator_of(module: nn.Module, seam: Seam) -> str | None:
+    """The operator of a layer, by its name in `flexsp bench op`."""
+    names = replaced_by(module, seam)
+    return None if names is None or callable(names) else next((_OPERATORS[x] for x in names if x in _OPERATORS), None)
+
+
+def _linear_mixer(module: Any, case: str) -> LinearMixer:
     channels, taps = module.conv1d.weight.shape[0], module.conv1d.weight.shape[-1]
-    kind = class_of(module).__name__.removeprefix(seam.prefix)
-    if kind == "GatedDeltaNet":
+    if case == "gated_delta_rule":
         heads, K, V = module.num_v_heads, module.head_k_dim, module.head_v_dim
-        return LinearMixer("gated_delta_rule", heads, K, V, channels, taps)
-    if kind == "DeltaAttention":
-        return LinearMixer("kda", module.num_heads, module.head_dim, module.head_dim, channels, taps)
-    return LinearMixer("mamba2", module.num_heads, module.ssm_state_size, module.head_dim, channels, taps)
+        return LinearMixer(case, heads, K, V, channels, taps)
+    if case == "kda":
+        return LinearMixer(case, module.num_heads, module.head_dim, module.head_dim, channels, taps)
+    return LinearMixer(case, module.num_heads, module.ssm_state_size, module.head_dim, channels, taps)
 
 
 def _softmax_mixer(module: Any, config: Any) -> SoftmaxMixer:

@@ -7,11 +7,12 @@ which no other rank waits for.
 Where a segment has a cut, what leaves the rank does not depend on what arrives. So the tile is pushed before the wait.
 If the wait then fails, the tile is gone, and the next rank hears of the failure in its next call.
 
-Each rank has an arena. For each direction it holds two slots of ``max_tiles`` tiles of 16 KiB (for the ``put``
-transport a third one, the stage), and a control block of 128 bytes for each tile. A control block has the ready flags
-of the two slots, which the sending rank writes, and the credit, which the receiving rank writes. Epochs are counted for
-each tile in local device memory, so that a captured CUDA graph counts on when it is replayed. Epoch e of a tile uses
-slot e % 2. Its sender waits for the credit of epoch e - 2, so a slow receiver is never overrun.
+Each rank has an arena, and a larger one from the first call on whose states do not fit. For each direction it holds two
+slots of ``max_tiles`` tiles of 16 KiB (for the ``put`` transport a third one, the stage), and a control block of 128
+bytes for each tile. A control block has the ready flags of the two slots, which the sending rank writes, and the
+credit, which the receiving rank writes. Epochs are counted for each tile in local device memory, so that a captured
+CUDA graph counts on when it is replayed. Epoch e of a tile uses slot e % 2. Its sender waits for the credit of
+epoch e - 2, so a slow receiver is never overrun.
 
 Import this module only where Triton is needed.
 """
@@ -33,7 +34,7 @@ from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.recorder import ended
 from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
-from flexsp.exceptions import HeapTooSmall, NotAvailable
+from flexsp.exceptions import BetweenRanks, HeapTooSmall, NotAvailable
 from flexsp.runtime.launch import begin, launch
 from flexsp.scan import segments
 from flexsp.scan.dense import load_dense, through
@@ -43,7 +44,12 @@ from flexsp.scan.tile_order import MAX_BLOCKS, PACE
 from flexsp.scan.tiles import CHAIN_TILE, LOCAL_TILE, Tiles, too_large
 from flexsp.scan.transitions import KINDS, Transition
 
-__all__ = ["fits", "local_launch", "propagate"]
+__all__ = [
+    "COUNTERS", "fits", "folded_here", "hop", "local_launch", "propagate", "scan_tile", "signature_of",
+    "sizes_of",
+]  # fmt: skip
+
+Optional = torch.Tensor | None
 
 COUNTERS = 16  # int64 numbers in front of the epochs: the failure mark, scratch for the time; the rest is unused
 
@@ -52,6 +58,131 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 
 # The kernel -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def scan_tile(
+    own, tile, began, states, log_a, cut, folded, home, there_out, there_in, counters, record,
+    nseg, H, max_tiles, timeout_ns, signature, rank, pe_in, pe_out, number,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DECAY: tl.constexpr, BY: tl.constexpr, DENSE: tl.constexpr, HAS_CUT: tl.constexpr, REVERSE: tl.constexpr,
+    FOLD_ONLY: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, REGIONS: tl.constexpr,
+    PUSH: tl.constexpr, SIGNAL: tl.constexpr, CLOCK: tl.constexpr, CHECK_EVERY: tl.constexpr, PACE: tl.constexpr,
+):  # fmt: skip
+    """One tile, the ``own``-th of these states and the ``tile``-th that travels in this launch."""
+    # Tiles that travel have the type of the states. Arenas are float32, so pointers into them are cast.
+    NUMBER: tl.constexpr = states.dtype.element_ty
+    POINTER: tl.constexpr = tl.pointer_type(NUMBER)
+    TILES: tl.constexpr = (V + BV - 1) // BV if DENSE else (K + BK - 1) // BK
+    bh = own // TILES
+    b, h = bh // H, bh % H
+    rows = (0 if DENSE else own % TILES) * BK + tl.arange(0, BK)
+    cols = (own % TILES if DENSE else 0) * BV + tl.arange(0, BV)
+    offsets = rows[:, None] * V + cols[None, :]
+    mask = (rows < K)[:, None] & (cols < V)[None, :]
+    slot = states + ((b.to(tl.int64) * (nseg + 1) + (nseg if REVERSE else 0)) * H + h) * (K * V)
+    start = slot + offsets
+    alive = nseg >= 0  # always true, but no constant: later it is whether the neighbour's tile has come
+    if HAS_IN:
+        # What arrives is not there yet. The fold starts from the unit, and arrives at F of all segments.
+        S = tl.full([BK, BV], float("-inf") if BY == 2 else 0.0, NUMBER)
+    else:
+        S = tl.load(start, mask=mask, other=0.0)
+    if DENSE:
+        F, leaving, A = load_dense(states, log_a, b, h, offsets, mask, nseg, H, K, V, REVERSE)
+        source, stride = slot + cols[None, :], V
+    elif FOLD_ONLY or HAS_OUT:
+        F, total, any_cut = fold(
+            S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE
+        )
+    if FOLD_ONLY:
+        tl.store(folded + bh.to(tl.int64) * (K * V) + offsets, F, mask=mask)
+    elif HAS_IN or HAS_OUT:
+        # The epoch is read from device memory, not passed by the host: replays of a graph must count on.
+        count = counters + _COUNTERS + tile
+        if REVERSE:
+            count += max_tiles
+        epoch = tl.load(count) + 1
+        place = ((epoch & 1) * max_tiles + tile) * _TILE
+        packed = tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
+        stamp = epoch << 32
+        stage = (home + (2 * max_tiles.to(tl.int64) + tile) * _TILE).to(POINTER)
+        nbytes = tl.full((), BK * BV * (NUMBER.primitive_bitwidth // 8), tl.int64)
+        word = tl.full((), 0, tl.int64)
+        # The credit was given two calls ago, so this wait is nearly always over at once. It comes before the wait
+        # for the tile, so that nothing is left to wait for between a tile's arrival and its push.
+        if HAS_OUT:
+            ready = control_of(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
+            word = wait_credit(
+                home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
+                REVERSE, REGIONS, CLOCK, CHECK_EVERY,
+            )  # fmt: skip
+        pushed = nseg < 0  # false
+        if HAS_IN and HAS_OUT and HAS_CUT:
+            # Behind a cut F does not depend on what arrives, so the next rank need not wait for it. After a failure
+            # on this rank (of this tile or an earlier one) the tile is withheld: its flag has to carry the poison.
+            pushed = any_cut & (word == 0) & (tl.atomic_add(counters, 0, sem="relaxed") == 0)
+            if pushed:
+                PUSH(
+                    (there_out + place).to(POINTER), stage, packed, F, mask, ready, stamp + signature, nbytes,
+                    pe_out,
+                )  # fmt: skip
+        if HAS_IN:
+            word = wait_tile(
+                word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
+                REVERSE, REGIONS, CLOCK, CHECK_EVERY,
+            )  # fmt: skip
+        alive = word == 0
+        pad = control_of(home, max_tiles, tile, REGIONS) + 12
+        if HAS_IN:
+            # .cg reads from L2: the slot was used two epochs ago, and L1 is not coherent with what peers write.
+            # A tile that did not arrive is NaN, so that no result looks right after a failure.
+            S = tl.load(
+                (home + place).to(POINTER) + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg"
+            )
+        else:
+            S = tl.where(alive, S, float("nan"))
+        if DENSE:
+            # A times the state needs all of its rows, which are read again from where they arrived.
+            if HAS_IN:
+                source, stride = home + place + tl.arange(0, BV)[None, :], BV
+            F = through(A, source, stride, S, F, rows, cols, alive & (nseg > 0), K, V, BK, REVERSE)
+        if HAS_OUT:
+            if pushed:
+                if not alive:
+                    # The tile of this call has gone out as a good one. The flag that the neighbour waits for in its
+                    # next call gets the poison now; this rank may never make that call.
+                    later = control_of(there_out, max_tiles, tile, REGIONS) + ((epoch + 1) & 1) * 4
+                    SIGNAL(later, pad, ((epoch + 1) << 32) + word, pe_out)
+            else:
+                if alive:
+                    if PACE > 0:  # on the first rank alone: later ones send as tiles arrive
+                        wait_cycles(began, tile * PACE)
+                    if HAS_IN and not DENSE:
+                        F = apply(S, F, total, any_cut, BY, True)
+                    PUSH(
+                        (there_out + place).to(POINTER), stage, packed, F, mask, ready, stamp + signature, nbytes,
+                        pe_out,
+                    )  # fmt: skip
+                else:
+                    SIGNAL(ready, pad, stamp + word, pe_out)
+        if HAS_IN:
+            # The credit lets the sender overwrite the slot. SIGNAL's barrier and release order it behind all loads
+            # of S. It comes after the push, since the next rank is waiting and the sender is not.
+            SIGNAL(control_of(there_in, max_tiles, tile, REGIONS) + 8, pad, stamp + word, pe_in)
+        tl.store(count, epoch)
+        if HAS_IN:
+            tl.store(start, S, mask=mask)
+        else:
+            # The initial state is in its place. Only NaN, after a failed wait for the credit, replaces it.
+            tl.store(start, S, mask=mask & (word != 0))
+    elif DENSE:
+        F = through(A, source, stride, S, F, rows, cols, nseg > 0, K, V, BK, REVERSE)
+    if DENSE:
+        tl.store(leaving, F, mask=mask & (nseg > 0))
+    elif not FOLD_ONLY:
+        # Segments are read a second time here. There are not enough registers to keep them since the fold.
+        write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE)
 
 
 @triton.jit(
@@ -75,123 +206,16 @@ def _propagate_kernel(
     [B, H, K, V] and nothing else; it includes the initial state unless HAS_IN. Otherwise a hop of the chain.
     """
     begin(PDL)
-    # Tiles that travel have the type of the states. Arenas are float32, so pointers into them are cast.
-    NUMBER: tl.constexpr = states.dtype.element_ty
-    POINTER: tl.constexpr = tl.pointer_type(NUMBER)
     began = cycles() if PACE > 0 else 0
-    TILES: tl.constexpr = (V + BV - 1) // BV if DENSE else (K + BK - 1) // BK
     # Blocks take tiles in ascending order on every rank, and no block waits for another block of its rank. So the tile
     # that a block waits for is always one that the rank before works on or has sent, and the chain makes progress.
     for tile in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
-        bh = tile // TILES
-        b, h = bh // H, bh % H
-        rows = (0 if DENSE else tile % TILES) * BK + tl.arange(0, BK)
-        cols = (tile % TILES if DENSE else 0) * BV + tl.arange(0, BV)
-        offsets = rows[:, None] * V + cols[None, :]
-        mask = (rows < K)[:, None] & (cols < V)[None, :]
-        slot = states + ((b.to(tl.int64) * (nseg + 1) + (nseg if REVERSE else 0)) * H + h) * (K * V)
-        start = slot + offsets
-        alive = nseg >= 0  # always true, but no constant: later it is whether the neighbour's tile has come
-        if HAS_IN:
-            # What arrives is not there yet. The fold starts from the unit, and arrives at F of all segments.
-            S = tl.full([BK, BV], float("-inf") if BY == 2 else 0.0, NUMBER)
-        else:
-            S = tl.load(start, mask=mask, other=0.0)
-        if DENSE:
-            F, leaving, A = load_dense(states, log_a, b, h, offsets, mask, nseg, H, K, V, REVERSE)
-            source, stride = slot + cols[None, :], V
-        elif FOLD_ONLY or HAS_OUT:
-            F, total, any_cut = fold(
-                S, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE
-            )
-        if FOLD_ONLY:
-            tl.store(folded + bh.to(tl.int64) * (K * V) + offsets, F, mask=mask)
-        elif HAS_IN or HAS_OUT:
-            # The epoch is read from device memory, not passed by the host: replays of a graph must count on.
-            count = counters + _COUNTERS + tile
-            if REVERSE:
-                count += max_tiles
-            epoch = tl.load(count) + 1
-            place = ((epoch & 1) * max_tiles + tile) * _TILE
-            packed = tl.arange(0, BK)[:, None] * BV + tl.arange(0, BV)[None, :]
-            stamp = epoch << 32
-            stage = (home + (2 * max_tiles.to(tl.int64) + tile) * _TILE).to(POINTER)
-            nbytes = tl.full((), BK * BV * (NUMBER.primitive_bitwidth // 8), tl.int64)
-            word = tl.full((), 0, tl.int64)
-            # The credit was given two calls ago, so this wait is nearly always over at once. It comes before the wait
-            # for the tile, so that nothing is left to wait for between a tile's arrival and its push.
-            if HAS_OUT:
-                ready = control_of(there_out, max_tiles, tile, REGIONS) + (epoch & 1) * 4
-                word = wait_credit(
-                    home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
-                    REVERSE, REGIONS, CLOCK, CHECK_EVERY,
-                )  # fmt: skip
-            pushed = nseg < 0  # false
-            if HAS_IN and HAS_OUT and HAS_CUT:
-                # Behind a cut F does not depend on what arrives, so the next rank need not wait for it. After a failure
-                # on this rank (of this tile or an earlier one) the tile is withheld: its flag has to carry the poison.
-                pushed = any_cut & (word == 0) & (tl.atomic_add(counters, 0, sem="relaxed") == 0)
-                if pushed:
-                    PUSH(
-                        (there_out + place).to(POINTER), stage, packed, F, mask, ready, stamp + signature, nbytes,
-                        pe_out,
-                    )  # fmt: skip
-            if HAS_IN:
-                word = wait_tile(
-                    word, home, counters, record, epoch, tile, max_tiles, timeout_ns, signature, rank, number,
-                    REVERSE, REGIONS, CLOCK, CHECK_EVERY,
-                )  # fmt: skip
-            alive = word == 0
-            pad = control_of(home, max_tiles, tile, REGIONS) + 12
-            if HAS_IN:
-                # .cg reads from L2: the slot was used two epochs ago, and L1 is not coherent with what peers write.
-                # A tile that did not arrive is NaN, so that no result looks right after a failure.
-                S = tl.load(
-                    (home + place).to(POINTER) + packed, mask=mask & alive, other=float("nan"), cache_modifier=".cg"
-                )
-            else:
-                S = tl.where(alive, S, float("nan"))
-            if DENSE:
-                # A times the state needs all of its rows, which are read again from where they arrived.
-                if HAS_IN:
-                    source, stride = home + place + tl.arange(0, BV)[None, :], BV
-                F = through(A, source, stride, S, F, rows, cols, alive & (nseg > 0), K, V, BK, REVERSE)
-            if HAS_OUT:
-                if pushed:
-                    if not alive:
-                        # The tile of this call has gone out as a good one. The flag that the neighbour waits for in its
-                        # next call gets the poison now; this rank may never make that call.
-                        later = control_of(there_out, max_tiles, tile, REGIONS) + ((epoch + 1) & 1) * 4
-                        SIGNAL(later, pad, ((epoch + 1) << 32) + word, pe_out)
-                else:
-                    if alive:
-                        if PACE > 0:  # on the first rank alone: later ones send as tiles arrive
-                            wait_cycles(began, tile * PACE)
-                        if HAS_IN and not DENSE:
-                            F = apply(S, F, total, any_cut, BY, True)
-                        PUSH(
-                            (there_out + place).to(POINTER), stage, packed, F, mask, ready, stamp + signature, nbytes,
-                            pe_out,
-                        )  # fmt: skip
-                    else:
-                        SIGNAL(ready, pad, stamp + word, pe_out)
-            if HAS_IN:
-                # The credit lets the sender overwrite the slot. SIGNAL's barrier and release order it behind all loads
-                # of S. It comes after the push, since the next rank is waiting and the sender is not.
-                SIGNAL(control_of(there_in, max_tiles, tile, REGIONS) + 8, pad, stamp + word, pe_in)
-            tl.store(count, epoch)
-            if HAS_IN:
-                tl.store(start, S, mask=mask)
-            else:
-                # The initial state is in its place. Only NaN, after a failed wait for the credit, replaces it.
-                tl.store(start, S, mask=mask & (word != 0))
-        elif DENSE:
-            F = through(A, source, stride, S, F, rows, cols, nseg > 0, K, V, BK, REVERSE)
-        if DENSE:
-            tl.store(leaving, F, mask=mask & (nseg > 0))
-        elif not FOLD_ONLY:
-            # Segments are read a second time here. There are not enough registers to keep them since the fold.
-            write(S, alive, states, log_a, cut, b, h, rows, offsets, mask, nseg, H, K, V, DECAY, BY, HAS_CUT, REVERSE)
+        scan_tile(
+            tile, tile, began, states, log_a, cut, folded, home, there_out, there_in, counters, record,
+            nseg, H, max_tiles, timeout_ns, signature, rank, pe_in, pe_out, number,
+            K, V, BK, BV, DECAY, BY, DENSE, HAS_CUT, REVERSE, FOLD_ONLY, HAS_IN, HAS_OUT, REGIONS,
+            PUSH, SIGNAL, CLOCK, CHECK_EVERY, PACE,
+        )  # fmt: skip
 
 
 # The host ------------------------------------------------------------------------------------------------------------
@@ -231,11 +255,38 @@ class _Channel:
     prepare: Any
 
 
-def _channel(sp: SequenceParallel) -> _Channel:
+def _channel(sp: SequenceParallel, tiles: int = 0) -> _Channel:
+    """The one that calls use now, which holds so many tiles."""
     channel = sp.channels.get("propagate")
     if channel is None:
         channel = sp.channels["propagate"] = _open_channel(sp)
+    if tiles > channel.max_tiles:
+        channel = sp.channels["propagate"] = _larger(sp, channel, tiles)
     return channel
+
+
+def _larger(sp: SequenceParallel, channel: _Channel, tiles: int) -> _Channel:
+    """A channel of another heap, for so many tiles. All ranks come here in the same call, whose states look alike.
+
+    The heap and the channel before stay: kernels that are under way and captured graphs go on with them, on all ranks.
+    Each heap is at least twice as large as the one before, so that together they are less than twice the last one.
+    """
+    needed, had = 2 * tiles * channel.tile_bytes, sp.heap.nbytes
+    if sp.open_heap is None:
+        raise HeapTooSmall(needed, had)
+    if sp.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise HeapTooSmall(needed, had, "a CUDA graph is being captured, before which a call of this size lets it grow")
+    try:
+        heap = sp.open_heap(max(needed, 2 * had))
+    except BetweenRanks:
+        raise
+    except Exception as error:
+        raise HeapTooSmall(needed, had, f"{type(error).__name__}: {error}") from error
+    sp.outgrown.append((sp.heap, channel))
+    sp.heap = heap
+    larger = _open_channel(sp)
+    larger.counters[:COUNTERS].copy_(channel.counters[:COUNTERS])  # a failure that the next rank has yet to hear of
+    return larger
 
 
 def _open_channel(sp: SequenceParallel) -> _Channel:
@@ -306,8 +357,9 @@ def propagate(
         call: the op that needs it, the same text on every rank.
 
     Raises:
-        ValueError: bad shapes. HeapTooSmall: the states do not fit the arena. PeerTimeout, PeerMismatch: an earlier
-        call failed; a call that fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
+        ValueError: bad shapes. HeapTooSmall: the states do not fit the arena, which cannot grow. PeerTimeout,
+        PeerMismatch: an earlier call failed, or ranks that need larger arenas do not make the same call; a call that
+        fails itself fills ``states`` with NaN and is reported by the next one or sp.check().
     """
     _validate(states, transition, reverse)
     chained = sp is not None and sp.world_size > 1 and passes
@@ -324,8 +376,8 @@ def propagate(
 
 
 def fits(B: int, H: int, K: int, V: int, kind: str, sp: SequenceParallel) -> bool:
-    """Whether the arenas of ``sp`` hold such states: alike on all ranks."""
-    return _tiles(kind, B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
+    """Whether the arenas of ``sp`` hold such states, or grow until they do: alike on all ranks."""
+    return sp.open_heap is not None or _tiles(kind, B, H, K, V, CHAIN_TILE).count <= _channel(sp).max_tiles
 
 
 def _tiles(kind: str, B: int, H: int, K: int, V: int, size: int) -> Tiles:
@@ -372,30 +424,51 @@ def _launch(
         if grid[0]:
             launch(kernel, grid, (states, a, cut, folded, *[None] * 5, *numbers), constants, options)
         return
-    channel = _channel(sp)
-    tiles = _tiles(kind, B, H, K, V, CHAIN_TILE)
-    if tiles.count == 0:
-        return
-    if tiles.count > channel.max_tiles:
-        raise HeapTooSmall(2 * tiles.count * channel.tile_bytes, sp.heap.nbytes)
+    tiles, constants = sizes_of(states, transition, reverse)
+    if tiles.count:
+        hop(
+            sp, _propagate_kernel, (states, a, cut, None), (slots - 1, H, tiles.count), tiles.count,
+            signature_of(states, kind, reverse, call), constants, tiles,
+        )  # fmt: skip
+
+
+def sizes_of(states: torch.Tensor, transition: Transition, reverse: bool) -> tuple[Tiles, dict[str, Any]]:
+    """The tiles of states that travel, and the kernel's constants without those of the group."""
+    B, _, H, K, V = states.shape
+    tiles = _tiles(transition.kind, B, H, K, V, CHAIN_TILE)
+    return tiles, _constants(tiles, K, V, transition.kind, transition.cut is not None, reverse)
+
+
+def hop(
+    sp: SequenceParallel, kernel: Any, states: tuple[Optional, ...], numbers: tuple[int, ...], count: int,
+    signature: sig.Signature, constants: dict[str, Any], tiles: Tiles,
+) -> None:  # fmt: skip
+    """One launch of the chain.
+
+    Args:
+        states: the kernel's tensors in front of those of the group, and `numbers` those in front of the group's.
+        count: of tiles that travel, all of them in calls that look alike.
+        constants: without those of the group.
+        tiles: of the states, or of the larger ones.
+    """
+    reverse, channel = signature.backward, _channel(sp, count)
     edge = channel.edges[reverse]
-    signature = signature_of(states, kind, reverse, call)
     has_in, has_out = edge.source is not None, edge.target is not None
     sp.calls += 1
     entry = sp.recorder.begin(sp.calls, signature, edge.source, edge.target, "kernel")
     if sp.check_calls:
         sp.check_signature((signature.text(),))
-    constants = _constants(tiles, K, V, kind, has_cut, reverse) | {
+    constants = constants | {
         "HAS_IN": has_in, "HAS_OUT": has_out, "REGIONS": channel.regions, "PUSH": channel.push,
         "SIGNAL": channel.signal,
         "PACE": 0 if has_in or not has_out or _INTERPRETED else PACE * tiles.rows * tiles.cols // CHAIN_TILE,
     }  # fmt: skip
     launch(
-        _propagate_kernel,
-        (min(tiles.count, MAX_BLOCKS, of_device(states.device).multiprocessors),),
-        (states, a, cut, None, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor,
-         slots - 1, H, tiles.count, channel.max_tiles, int(sp.timeout_s * 1e9),
-         signature.word(sp.abandoned), sp.rank, edge.pe_in, edge.pe_out, sp.calls),
+        kernel,
+        (min(count, MAX_BLOCKS, of_device(states[0].device).multiprocessors),),
+        (*states, edge.home, edge.there_out, edge.there_in, channel.counters, sp.records.tensor, *numbers,
+         channel.max_tiles, int(sp.timeout_s * 1e9), signature.word(sp.abandoned), sp.rank, edge.pe_in, edge.pe_out,
+         sp.calls),
         constants,
         {"num_warps": tiles.warps, "num_stages": 1} | channel.options,
         channel.prepare,
@@ -434,13 +507,13 @@ def _over_process_group(
     from flexsp.scan.schedules import incoming_state
 
     first = sp.neighbours(reverse)[0] is None
-    arrived = incoming_state(*_folded(states, transition, reverse, first), sp, reverse, call)
+    arrived = incoming_state(*folded_here(states, transition, reverse, first), sp, reverse, call)
     if not first:
         states[:, -1 if reverse else 0].copy_(arrived)
     _launch(states, transition, reverse)
 
 
-def _folded(
+def folded_here(
     states: torch.Tensor, transition: Transition, reverse: bool, seeded: bool
 ) -> tuple[torch.Tensor, Transition]:
     """What all segments do to the state that enters: F, with the initial state where `seeded`, and the transition."""

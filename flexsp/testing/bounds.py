@@ -13,7 +13,7 @@ from flexsp.testing.triton_hooks import watching_interpreter
 
 __all__ = ["within_tensors"]
 
-_BY_ADDRESS = ("_propagate_kernel",)
+_BY_ADDRESS = ("_propagate_kernel", "_propagate_both_kernel")
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:

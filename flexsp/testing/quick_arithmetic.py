@@ -16,11 +16,12 @@ import numpy as np
 import triton.language as tl
 from triton.language import core
 
-__all__ = ["operators", "quicken_arithmetic", "with_new_axes"]
+__all__ = ["operators", "quicken_arithmetic", "quicken_memory", "with_new_axes"]
 
 _INTEGERS: dict[int, Any] = {id(tl.int32): np.int32, id(tl.int64): np.int64}
 _WIDE: dict[int, Any] = {id(tl.float32): np.float32, id(tl.float64): np.float64}
 _NUMBERS: dict[int, Any] = _INTEGERS | _WIDE | {id(tl.float16): np.float16}
+_NUMPY = _NUMBERS | {id(tl.bfloat16): np.uint16}  # in which the interpreter has them
 _INT32 = (-(2**31), 2**31 - 1)  # integers outside have other types
 _ARITHMETIC: dict[str, Any] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _COMPARISONS: dict[str, Any] = {
@@ -185,6 +186,82 @@ def _cast(cast: _Method, handle: Any) -> _Method:
         return tensor(handle(data, to), types.of(id(to), to, data.shape) if _is_block(x) else to)
 
     quick.slow = cast  # type: ignore[attr-defined]
+    return quick
+
+
+def quicken_memory(meaning: Any, handle: Any) -> None:
+    """Loads and stores through pointers, without the questions that have one answer for all of them. Changes the
+    methods of `meaning` for good."""
+    meaning.load = _load(meaning.load, handle)
+    meaning.store = _store(meaning.store, handle)
+
+
+_CACHED = {"load": ("", ".ca", ".cg", ".cv"), "store": ("", ".wb", ".cg", ".cs", ".wt")}
+_EVICTED = ("", "evict_first", "evict_last")
+
+
+class _Masks:
+    """Masks of what is loaded or stored through pointers to numbers."""
+
+    def __init__(self, what: str, handle: Any) -> None:
+        self.cached, self.handle = _CACHED[what], handle
+        self.everything: dict[tuple[int, ...], Any] = {}
+
+    def of(self, pointers: Any, mask: Any, cache: str, eviction: str) -> Any:
+        """The mask's handle, of the pointers' shape; None where that takes more, or where they point to no numbers."""
+        kind = pointers.dtype
+        if type(kind) is not core.pointer_type or kind.const or id(kind.element_ty) not in _NUMPY:
+            return None
+        if cache not in self.cached or eviction not in _EVICTED:
+            return None
+        shape = pointers.handle.data.shape
+        if mask is None:
+            if shape not in self.everything:
+                self.everything[shape] = self.handle(np.ones(shape, bool), tl.int1)
+            return self.everything[shape]
+        if mask.dtype is not tl.int1 or (_is_block(mask) and not _is_block(pointers)):
+            return None
+        data = mask.handle.data
+        if data.shape == shape:
+            return mask.handle
+        if data.ndim != len(shape) or not all([m == n or m == 1 for m, n in zip(data.shape, shape, strict=True)]):
+            return None
+        return self.handle(np.broadcast_to(data, shape), tl.int1)
+
+
+def _load(load: _Method, handle: Any) -> _Method:
+    """`load`; what is masked is another number, made once, since nothing writes into it."""
+    tensor, types, masks, others = core.tensor, _BlockTypes(), _Masks("load", handle), dict[Any, Any]()
+
+    def quick(
+        self: Any, pointers: Any, mask: Any, other: Any, boundary_check: Any, padding: str, cache: str, eviction: str,
+        is_volatile: bool,
+    ) -> Any:  # fmt: skip
+        there = None if boundary_check or padding else masks.of(pointers, mask, cache, eviction)
+        if there is None or (other is not None and (mask is None or _is_block(other))):
+            return load(self, pointers, mask, other, boundary_check, padding, cache, eviction, is_volatile)
+        element, shape = pointers.dtype.element_ty, pointers.handle.data.shape
+        key = id(element), shape, None if other is None else (id(other.dtype), other.handle.data.tobytes())
+        instead = others.get(key)
+        if instead is None:
+            data = np.zeros((), _NUMPY[id(element)]) if other is None else self.cast(other, element).handle.data
+            instead = others[key] = handle(np.full(shape, data, data.dtype), element)
+        found = self.builder.create_masked_load(pointers.handle, there, instead, None, None, is_volatile)
+        return tensor(found, types.of(id(element), element, shape) if _is_block(pointers) else element)
+
+    return quick
+
+
+def _store(store: _Method, handle: Any) -> _Method:
+    """`store`, of values of the pointers' shape and kind."""
+    tensor, masks = core.tensor, _Masks("store", handle)
+
+    def quick(self: Any, pointers: Any, value: Any, mask: Any, boundary_check: Any, cache: str, eviction: str) -> Any:
+        there = None if boundary_check else masks.of(pointers, mask, cache, eviction)
+        if there is None or value.shape is not pointers.shape or value.dtype is not pointers.dtype.element_ty:
+            return store(self, pointers, value, mask, boundary_check, cache, eviction)
+        return tensor(self.builder.create_masked_store(pointers.handle, value.handle, there, None, None), tl.void)
+
     return quick
 
 

@@ -18,7 +18,7 @@ from triton.language import core, semantic
 
 from flexsp.runtime import triton_private as private
 from flexsp.testing import triton_hooks
-from flexsp.testing.quick_arithmetic import operators, quicken_arithmetic, with_new_axes
+from flexsp.testing.quick_arithmetic import operators, quicken_arithmetic, quicken_memory, with_new_axes
 
 __all__ = ["quicken_interpreter"]
 
@@ -53,6 +53,7 @@ def quicken_interpreter() -> None:
     meaning.binary_op_type_checking_impl = _alike_join(meaning.binary_op_type_checking_impl)
     interpreter.TensorHandle.__init__ = _sizes_kept(interpreter.TensorHandle.__init__)
     quicken_arithmetic(meaning, interpreter.TensorHandle)
+    quicken_memory(meaning, interpreter.TensorHandle)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -186,7 +187,8 @@ def _of_shapes(f: Any) -> Any:
 
 
 def _unwrapped(unwrap: Any) -> Any:
-    constant, plain = core.constexpr, (int, core.tensor, core.dtype, core.block_type, bool, float, type(None))
+    constant = core.constexpr
+    plain = {int, core.tensor, core.dtype, core.block_type, core.pointer_type, bool, float, str, type(None)}
 
     def unwrap_quickly(x: Any) -> Any:
         kind = type(x)

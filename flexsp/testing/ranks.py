@@ -45,6 +45,7 @@ def run_ranks(
     transport: str = "process_group",
     schedule: str | None = None,
     heap_mib: int | None = None,
+    bitwise: bool | int = False,
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
@@ -77,6 +78,7 @@ def run_ranks(
         "transport": transport,
         "schedule": schedule,
         "heap_mib": heap_mib,
+        "bitwise": bitwise,
         "timeout_s": timeout if sp_timeout_s is None else sp_timeout_s,
         "device": device,
     }

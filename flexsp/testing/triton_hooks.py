@@ -48,7 +48,7 @@ def compiling_to_shared_memory() -> Iterator[None]:
         CUDABackend.make_ptx = original
 
 
-IN_ORDER = ("_propagate_kernel",)
+IN_ORDER = ("_propagate_kernel", "_propagate_both_kernel")
 """Kernels whose programs wait for those of lower numbers."""
 
 

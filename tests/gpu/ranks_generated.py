@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.kernels.delta import tiling
 from flexsp.testing.compare import relative_error
 from tests import variants
+from tests.harness.told import passes_on_all
 
 H = 4
 WIDE = (*variants.WIDE, "prev_s")
@@ -119,17 +120,8 @@ def main() -> int:
     for name in options.only.split(","):
         for dtype in (getattr(torch, x) for x in options.dtypes.split(",")):
             for lengths, bounds in ((uneven, None), (empty, None), (empty, [0, 5, 5, T // 2, T // 2 + 70, T])):
-                try:
-                    answer = (True, check(sp, name, dtype, lengths, bounds, (K, V)))
-                except Exception:
-                    answer = (False, traceback.format_exc(limit=2))
-                answers: list[tuple[bool, str]] = [answer] * world
-                dist.all_gather_object(answers, answer)
-                ok &= all(fine for fine, _ in answers)
-                if sp.rank == 0:
-                    what = f"{name} {str(dtype)[6:]} {lengths}{'' if bounds is None else ' packed'}"
-                    wrong = [f"\n  rank {r}: {text}" for r, (fine, text) in enumerate(answers) if not fine]
-                    print(f"{'FAILED' if wrong else 'ok    '} {what}: {answer[1]}{''.join(wrong)}", flush=True)
+                what = f"{name} {str(dtype)[6:]} {lengths}{'' if bounds is None else ' packed'}"
+                ok &= passes_on_all(sp, what, partial(check, sp, name, dtype, lengths, bounds, (K, V)))
     dist.barrier()
     dist.destroy_process_group()
     return 0 if ok else 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flexsp import SequenceParallel, init_sequence_parallel, sequence_parallel
 from tests.harness.long_gates import BOUND, DRAWS, OPS, OWN, T, drawn
+from tests.harness.told import passes_on_all
 
 LEFT_OUT = ("convolution", "norm")  # layers, which ranks_layers.py has
 
@@ -99,18 +100,7 @@ def main() -> int:
         if name in LEFT_OUT:
             continue
         for kind in ("mild",) if name in OWN else options.kinds.split(","):
-            try:
-                answer = (True, check(sp, name, kind, options.tokens))
-            except AssertionError as error:
-                answer = (False, str(error))
-            except Exception:
-                answer = (False, traceback.format_exc(limit=2))
-            answers: list[tuple[bool, str]] = [answer] * sp.world_size
-            dist.all_gather_object(answers, answer)
-            ok &= all(fine for fine, _ in answers)
-            if sp.rank == 0:
-                wrong = [f"\n  rank {r}: {text}" for r, (fine, text) in enumerate(answers) if not fine]
-                print(f"{'FAILED' if wrong else 'ok    '} {name} {kind}: {answer[1]}{''.join(wrong)}", flush=True)
+            ok &= passes_on_all(sp, f"{name} {kind}", partial(check, sp, name, kind, options.tokens))
     if sp.rank == 0:
         print(f"ranks_long_gates over {sp.transport}: {'passed' if ok else 'FAILED'}")
     dist.barrier()

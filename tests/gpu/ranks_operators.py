@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from flexsp.bench.case import Case, Inputs, Shape, make_inputs
 from flexsp.bench.cases import CASES
 from flexsp.testing.compare import FLOAT32_ROUNDING, check_op, relative_error
 from tests.harness import mlstm
+from tests.harness.told import passes_on_all
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 OPERATORS = ("mamba3", "mlstm", "mamba", "hgrn", "gla", "rwkv7", "kda", "gated_delta_rule", "gated_delta_product")
@@ -156,18 +156,9 @@ def main() -> int:
     options = parser.parse_args()
     device = None if options.device is None else torch.device(options.device)
     sp = init_sequence_parallel(transport=options.transport, timeout_s=30.0, device=device)
-    ok, world = True, sp.world_size
+    ok = True
     for what, run in checks(sp, options):
-        try:
-            answer = (True, run())
-        except Exception:
-            answer = (False, traceback.format_exc(limit=2))
-        answers: list[tuple[bool, str]] = [answer] * world
-        dist.all_gather_object(answers, answer)
-        ok &= all(fine for fine, _ in answers)
-        if sp.rank == 0:
-            wrong = [f"\n  rank {r}: {text}" for r, (fine, text) in enumerate(answers) if not fine]
-            print(f"{'FAILED' if wrong else 'ok    '} {what}: {answer[1]}{''.join(wrong)}", flush=True)
+        ok &= passes_on_all(sp, what, run)
     if sp.rank == 0:
         print(f"ranks_operators over {sp.transport}: {'passed' if ok else 'FAILED'}")
     dist.barrier()

@@ -82,8 +82,28 @@ def free_running(sp: SequenceParallel) -> str:
     return f"{calls} calls exact"
 
 
-def graph_replay(sp: SequenceParallel) -> str:
-    """Forward and backward captured once and replayed with new data: epochs count on in device memory."""
+def growing(sp: SequenceParallel) -> str:
+    """A graph is captured with the first heap, of 256 MiB. Then states of 67 MB in four sequences need another one, and
+    the graph is replayed with the first."""
+    first = sp.heap.nbytes
+    said = graph_replay(sp, lambda: larger_states(sp))
+    assert sp.heap.nbytes > 1 << 30 and [heap.nbytes for heap, _ in sp.outgrown] == [first], sp.outgrown
+    last = sp.heap.nbytes
+    sp.close()
+    return f"{first >> 20} MiB, then {last >> 20}; {said}"
+
+
+def larger_states(sp: SequenceParallel) -> None:
+    for reverse in (False, True):
+        call = ScanCall(4, 64, 512, 512, (1,) * sp.world_size, "scalar", reverse=reverse)
+        error = scan_error(sp, call, 3, sp.device)
+        assert error < 2e-5, error
+        sp.check()
+
+
+def graph_replay(sp: SequenceParallel, between: Callable[[], None] = lambda: None) -> str:
+    """Forward and backward captured once and replayed with new data: epochs count on in device memory. `between` runs
+    before the replays."""
     n, shape = 4, (1, 5, 8, 64, 64)
     sources = [torch.zeros(shape, device=sp.device) for _ in range(2)]
     log_a = torch.full((1, n, 8), -0.1, device=sp.device)
@@ -99,6 +119,7 @@ def graph_replay(sp: SequenceParallel) -> str:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
+    between()
     for i in range(50):
         for reverse, source in enumerate(sources):
             source.fill_(float("nan"))
@@ -262,6 +283,7 @@ def main() -> int:
         ok &= run(f"{name} exchanges", lambda s=sp: exchanges(s))
         if transport != "process_group":
             ok &= run(f"{name} graph replay", lambda s=sp: graph_replay(s))
+            ok &= run(f"{name} growing", lambda t=transport: growing(init_sequence_parallel(transport=t)))
             lost = open_sp(transport, options.heap, heap_mib=4, timeout_s=2.0)
             ok &= run(f"{name} absent rank", lambda s=lost: absent_rank(s))
     if not options.no_latency and sps:

@@ -13,9 +13,9 @@ import argparse
 import math
 import statistics
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from flexsp import SequenceParallel, init_sequence_parallel
 from flexsp.integrations.transformers import parallelize
-from tests.transformers_models import MODELS, Found, make, packed, rows, run_documents, run_shard, run_whole
+from tests.harness.told import passes_on_all
+from tests.transformers_models import ALL_MODELS, Found, make, packed, rows, run_documents, run_shard, run_whole
 
 # Sizes of heads that kernels have tiles for; what a model's other sizes then have to be.
 _ATTENTION: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -47,6 +48,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "mamba_d_state": 64,
         "n_mamba_heads": 2, "mamba_ngroups": 1,
     },
+    "bailing_hybrid": {
+        "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8, "v_head_dim": 16,
+    },
+    "lara_mini": _DELTA, **dict.fromkeys(("jamba", "lfm2", "lfm2_moe", "lfm3"), _ATTENTION),
+    **dict.fromkeys(("mamba", "falcon_mamba"), {"hidden_size": 64, "state_size": 16}),
+    "zamba": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32},
+    "minimax": {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
+    "recurrent_gemma": {"hidden_size": 64, "lru_width": 64, "num_attention_heads": 4},
+    "xlstm": {"hidden_size": 128, "num_heads": 2},
 }  # fmt: skip
 OWN = [("eager", 8), ("sdpa", 16), ("eager", 32)]  # attention and chunks of unmodified runs
 LEAST = {torch.float32: 16 * 2.0**-23, torch.bfloat16: 2 * 2.0**-8}
@@ -114,7 +125,7 @@ def check(sp: SequenceParallel, name: str, dtype: torch.dtype, lengths: list[int
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(MODELS), help="model types, separated by commas")
+    parser.add_argument("--only", default=",".join(ALL_MODELS), help="model types, separated by commas")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--device", default=None)
     options = parser.parse_args()
@@ -125,18 +136,8 @@ def main() -> int:
     for name in options.only.split(","):
         for dtype in (getattr(torch, x) for x in options.dtypes.split(",")):
             for lengths in (uneven, None):
-                try:
-                    answer = (True, check(sp, name, dtype, lengths))
-                except Exception:
-                    answer = (False, traceback.format_exc(limit=-3))
-                answers: list[tuple[bool, str]] = [answer] * world
-                dist.all_gather_object(answers, answer)
-                ok &= all(fine for fine, _ in answers)
-                if sp.rank == 0:
-                    wrong = [f"\n  rank {r}: {text}" for r, (fine, text) in enumerate(answers) if not fine]
-                    what = f"{name} {str(dtype)[6:]} {'documents' if lengths is None else lengths}"
-                    said = "".join(wrong) or answer[1]
-                    print(f"{'FAILED' if wrong else 'ok    '} {what}: {said}", flush=True)
+                what = f"{name} {str(dtype)[6:]} {'documents' if lengths is None else lengths}"
+                ok &= passes_on_all(sp, what, partial(check, sp, name, dtype, lengths))
     dist.barrier()
     dist.destroy_process_group()
     return 0 if ok else 1

@@ -90,7 +90,8 @@ def test_mamba3_kernels_of_large_tensors() -> None:
     for at in (slice(None), slice(T - few, None)):
         leaves = {key: x[:, at].detach().requires_grad_() for key, x in inputs.items()}
         rows = op.rows(**leaves, **others, pairwise=True)
-        grads = torch.autograd.grad([rows.q, rows.k], list(leaves.values()), [rows.k.detach(), rows.q.detach()])
+        wanted = [x for key, x in leaves.items() if key != "turned"]  # whose gradient the engine has
+        grads = torch.autograd.grad([rows.q, rows.k], wanted, [rows.k.detach(), rows.q.detach()])
         found.append([x[:, -few:].clone() for x in (rows.q.detach(), rows.k.detach(), *grads)])
         del rows, grads, leaves
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

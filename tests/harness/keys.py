@@ -170,15 +170,16 @@ def _apart(x: torch.Tensor) -> torch.Tensor:
 
 
 def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: float = BOUND) -> list[str]:
-    """What is off by more than the bound, of this rank's part."""
+    """What is off by more than the bound, of this rank's part. Where there is a parameter, whose gradient may nearly
+    vanish as a sum over tokens, gradients are of three cotangents together."""
     given = keys.inputs(seed)
     draw = torch.Generator().manual_seed(seed + 1)
-    do = torch.randn(keys.B, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
-    ends = torch.randn(given["initial_state"].shape, generator=draw)
+    draws = 3 if any(x.dim() < 3 for x in given.values()) else 1
+    do = torch.randn(draws, keys.B, keys.T, keys.H, keys.V, generator=draw).to(keys.dtype)
+    ends = torch.randn(draws, *given["initial_state"].shape, generator=draw)
     wide = {x: y.double().to(device).requires_grad_() for x, y in given.items()}
     o, state = keys.loop(wide)
-    cotangents = [x.double().to(device) for x in (do, ends)]
-    want = [o, state, *torch.autograd.grad([o, state], [*wide.values()], cotangents)]
+    want = [o, state, *_gradients([o, state], [*wide.values()], [do.double().to(device), ends.double().to(device)])]
     part, whole = {}, {}
     for x, y in given.items():
         whole[x] = slice(None)
@@ -193,9 +194,9 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         sp.set_lengths([*keys.lengths])
     got_o, got_state = keys.call(part, **({} if sp is None else {"sp": sp}))
     whole["o"] = whole["q" if "q" in whole else "r"]
-    to = [(got_o, do[:, whole["o"]].to(device))]
+    to = [(got_o, do[:, :, whole["o"]].to(device))]
     to += [] if got_state is None else [(got_state, ends.to(device))]
-    grads = torch.autograd.grad([x for x, _ in to], [*part.values()], [x for _, x in to], allow_unused=True)
+    grads = _gradients([x for x, _ in to], [*part.values()], [x for _, x in to])
     got = {"o": got_o, "state": got_state} | {f"d{x}": y for x, y in zip(part, grads, strict=True)}
     found = []
     for name, y in zip(["o", "state", *(f"d{x}" for x in given)], want, strict=True):
@@ -203,12 +204,22 @@ def wrong(keys: Keys, seed: int, sp: Any = None, device: str = "cpu", bound: flo
         if x is None or (sp is not None and keys.bounds and name in ("state", "dinitial_state")):
             continue
         every = y
-        y = y[:, whole[name.removeprefix("d")]] if name not in ("state", "dinitial_state") else y
+        if name not in ("state", "dinitial_state"):
+            y = y[:, :, whole[name[1:]]] if name.startswith("d") else y[:, whole[name]]
         # A shard's part of a gradient may be next to nothing: its size is its share of the whole.
         size = every.norm().item() * (y.numel() / every.numel()) ** 0.5
         error = relative_error(x, y, size)
         found += [f"{name} {error:.2g}"] if not error < bound else []
     return found
+
+
+def _gradients(outputs: list[torch.Tensor], leaves: list[torch.Tensor], draws: list[torch.Tensor]) -> list[Any]:
+    """Of each leaf [draws, ...], None if none is there."""
+    found = [
+        torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, retain_graph=True)
+        for cotangents in zip(*draws, strict=True)
+    ]
+    return [None if x[0] is None else torch.stack(x) for x in zip(*found, strict=True)]
 
 
 def error_of_steps(keys: Keys, seed: int, device: str = "cpu") -> float:
@@ -268,22 +279,68 @@ def inverse_of_alike(
     return relative_error(square[0], want), relative_error(want.to(half), want), above
 
 
-def roundings_of_equal_entries(sp: Any, step: float, kernel: Any = None) -> tuple[float, list[float]]:
-    """Of KDA's chunk with one key and one step size between 0.5 and 1: the sum of errors of an inverse's entries beside
-    the diagonal, for which exact ones are -`step`, in units of their last place. And `gain` over what it is without
-    `size_of_inverse`, of documents of 8, 20 and 64 tokens."""
-    from flexsp.kernels.delta import channels
+def _inverted_pairs(kernel: Any, step: float, gain: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """By a kernel that reads pairs of tokens, as numbers of bfloat16 and what these lack above the diagonal."""
+    pairs = _pairs(step, table)
+    square = pairs.bfloat16() + (pairs - pairs.bfloat16().float()).bfloat16().T
+    kernel[1, 1](square, gain, table, 64, C=64, GAIN=True, PACKED=True, PDL=False)
+    return square
 
-    kernel = channels.channel_inverse if kernel is None else kernel
-    C, ratios = 64, []
-    for tokens in (8, 20, C):
-        pairs = torch.full((C, C), step).tril(-1)
-        pairs[tokens:] = 0.0
-        high = pairs.bfloat16()
-        square = high + (pairs - high.float()).bfloat16().T
+
+def _inverted_keys(kernel: Any, step: float, gain: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """By one that reads keys, which are all (1, 0, ...)."""
+    from flexsp.kernels.primitives import dots
+
+    C, K, gluon = 64, 64, not hasattr(kernel, "fn")
+    keys, beta = torch.zeros(C, K, dtype=torch.bfloat16), torch.full((C,), step)
+    keys[:, 0] = 1.0
+    square, numbers = torch.full((C, C), torch.nan, dtype=torch.bfloat16), torch.full((4, C), torch.nan)
+    strides, sizes = (0, K, 0), {"K": K, "BK": K, "C": C, "GATED": 0, "BOUNDS": False, "GROUP": 1, "STEPS": 1}
+    sizes |= {"PACKED": True, "PDL": False}
+    if gluon:
+        others = (numbers, numbers, numbers, gain, numbers, numbers, square.clone(), table)
+        ends = (*strides, *strides, 0, 1, 0, 0, 0, 0, C, 1, 1.0)
+        kernel[1, 1](keys, keys, beta, beta, square, *others, *ends, **sizes, NORM=False)
+    else:
+        others, ends = (numbers, numbers, numbers, gain, table), (*strides, 0, 1, 0, 0, 0, 0, C, 1)
+        kernel[1, 1](keys, beta, beta, square, *others, *ends, **sizes, GAIN=True, **dots(torch.bfloat16))
+    return square
+
+
+def _inverted_by_generated(kernel: Any, step: float, gain: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    found = torch.full((64, 64), torch.nan)
+    flags = {"C": 64, "GAIN": True, "MORE": False, "REPEATS": False, "DITHERED": True, "PACKED": True, "PDL": False}
+    kernel[1, 1](_pairs(step, table), found, gain, table, 64, **flags)
+    assert torch.equal(found, found.bfloat16().float())
+    return found
+
+
+def _pairs(step: float, table: torch.Tensor) -> torch.Tensor:
+    pairs = torch.full((64, 64), step).tril(-1)
+    pairs[int(table[0, 1]) :] = 0.0
+    return pairs
+
+
+def roundings_of_equal_entries(sp: Any, step: float, name: str, kernel: Any = None) -> tuple[float, list[float]]:
+    """Of a chunk with one key and one step size between 0.5 and 1: the sum of errors of an inverse's entries beside the
+    diagonal, for which exact ones are -`step`, in units of their last place. And `gain` over what it is without
+    `size_of_inverse`, of documents of 8, 20 and 64 tokens.
+
+    name: of the kernel, in Triton where none is given.
+    """
+    from flexsp.compiler.backend.intrinsic_kernels import inverse_kernel
+    from flexsp.kernels.delta import channels, wy_transform
+
+    inverted, triton_kernel = {
+        "inverse": (_inverted_pairs, None), "channel_inverse": (_inverted_pairs, channels.channel_inverse),
+        "wy_inverse": (_inverted_keys, wy_transform.wy_inverse),
+        "inverse_kernel": (_inverted_by_generated, inverse_kernel),
+    }[name]  # fmt: skip
+    ratios = []
+    for tokens in (8, 20, 64):
         gain, table = torch.full((1,), torch.nan), torch.tensor([[0, tokens, 0, 1, 1]], dtype=torch.int32)
-        kernel[1, 1](square, gain, table, C, C=C, GAIN=True, PACKED=True, PDL=False)
-        found = torch.linalg.inv(pairs.double() + torch.eye(C, dtype=torch.float64)).tril(-1)
+        square = inverted(triton_kernel if kernel is None else kernel, step, gain, table)
+        found = torch.linalg.inv(_pairs(step, table).double() + torch.eye(64, dtype=torch.float64)).tril(-1)
         ratios.append(gain.item() / found.square().sum().item())
     errors = square.diagonal(-1).double() + step
     return 256 * errors.sum().item(), ratios

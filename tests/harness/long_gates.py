@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexsp import nn, ops
-from flexsp.grammar import FlexLinearAttention, decay, transition
+from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from tests.harness.masks import mlstm_gates
 
 T, H, K, V = 131_072, 2, 64, 64
@@ -43,11 +43,14 @@ def _rwkv7(q: Tensor, k: Tensor, v: Tensor, kk: Tensor, gk: Tensor, rate: Tensor
     return ops.chunk_rwkv7(q, gk, k, v, -kk.to(k), (kk * rate).to(k))[0]
 
 
-def _spectral(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Turns are constants: test_gate_gradients.py has what their gradients lose."""
-    theta, psi = (torch.linspace(-1, 1, n // 2, device=q.device).expand(*q.shape[:3], -1) for n in (K, V))
+def _spectral(q: Tensor, k: Tensor, v: Tensor, g: Tensor, theta: Tensor, psi: Tensor) -> Tensor:
     what = FlexLinearAttention(decay.gated(), transition=transition.spectral())
     return what(q=q, k=k, v=v, decay=g, theta=theta, psi=psi)[0]
+
+
+def _rope(q: Tensor, k: Tensor, v: Tensor, g: Tensor, theta: Tensor) -> Tensor:
+    what = FlexLinearAttention(decay.gated(), feature_map.rope(data_dependent=True))
+    return what(q=q, k=k, v=v, decay=g, theta=theta)[0]
 
 
 def _preconditioned(at: str) -> Callable[..., Any]:
@@ -103,17 +106,17 @@ OPS = {
     "rwkv6": Op(lambda q, k, v, gk, u: ops.chunk_rwkv6(q, k, v, gk, u)[0], "q k v", "gk", "u"),
     "mlstm": Op(lambda q, k, v, i, f: ops.chunk_mlstm(q, k, v, i, f, head_first=False)[0], "q k v", "i f"),
     "hgrn": Op(lambda x, gd: ops.chunk_hgrn(x, gd)[0], "x", "gd"),
-    "mamba3": Op(  # without angles, whose gradients are no gates'
-        lambda x, dt1, At, B, C, trap, D, u: ops.mamba3(
-            x, dt1, At, B, C, trap, torch.zeros_like(trap).unsqueeze(-1), D, B_bias=u, C_bias=u
-        )[0], "x B C", "dt1 At trap", "D u",
+    "mamba3": Op(
+        lambda x, dt1, At, B, C, trap, angles, D, u: ops.mamba3(
+            x, dt1, At, B, C, trap, angles, D, B_bias=u, C_bias=u
+        )[0], "x B C", "dt1 At trap angles", "D u",
     ),
     "selective_scan": Op(
         lambda x, z, B1, C1, delta, AN, Dd, delta_bias: ops.selective_scan(
             x, delta, AN, B1, C1, Dd, z, delta_bias, delta_softplus=True
         )[0], "x z B1 C1", "delta", "AN Dd delta_bias",
     ),
-    "spectral": Op(_spectral, "q k v", "g"),
+    "spectral": Op(_spectral, "q k v", "g theta psi"), "rope": Op(_rope, "q k v", "g theta"),
     "preconditioned": Op(_preconditioned("read"), "q k v", "g"),
     "preconditioned writes": Op(_preconditioned("write"), "q k v", "g eta"),
     "mask": Op(_mask, "q k v", "f u1"),
@@ -154,7 +157,9 @@ def drawn(op: Op, name: str, kind: str, tokens: int, seed: int, device: torch.de
         "b": lambda: normal(1, tokens, H, K).sigmoid(), "w": lambda: normal(1, tokens, H, V).sigmoid(),
         "rate": lambda: normal(1, tokens, H, K).sigmoid(), "eta": lambda: normal(1, tokens, H).sigmoid(),
         "dt1": lambda: 0.01 + 0.1 * normal(1, tokens, H).sigmoid(), "At": lambda: 10 * gate(normal(1, tokens, H)),
-        "trap": lambda: normal(1, tokens, H), "u1": lambda: normal(1, tokens, H),
+        "angles": lambda: normal(1, tokens, H, K // 4), "theta": lambda: normal(1, tokens, H, K // 2),
+        "psi": lambda: normal(1, tokens, H, V // 2), "trap": lambda: normal(1, tokens, H),
+        "u1": lambda: normal(1, tokens, H),
         "B1": lambda: normal(1, tokens, 16), "C1": lambda: normal(1, tokens, 16), "z": lambda: normal(1, tokens, H * K),
         "delta": lambda: normal(1, tokens, H * K), "AN": lambda: -(normal(H * K, 16).exp()),
         "Dd": lambda: normal(H * K), "delta_bias": lambda: torch.full((H * K,), -4.0, device=device),

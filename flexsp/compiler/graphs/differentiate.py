@@ -154,6 +154,7 @@ class _Sizes:
         self.chunk = self._new("C", _CHUNK)
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
+        self.mode.cache_enabled = False  # few operators find theirs, and the others would be worked out twice
 
     def of(self, size: Size) -> int:
         if not isinstance(size, ConstExpr):

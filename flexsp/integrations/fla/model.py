@@ -8,13 +8,20 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from flexsp.comm.group import SequenceParallel, count_failed_call
+from flexsp.comm.group import SequenceParallel, count_failed_call, refuse_bitwise
 from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.fla.check import came_later, check, check_loss, layer_or_model
 from flexsp.integrations.fla.functions import on_ranks
 from flexsp.integrations.fla.mixers import FORWARDS, MIXERS, PARTS, qualified_name
 from flexsp.integrations.transformers.batch import KEY
-from flexsp.integrations.transformers.causal import LATER, CausalModel, forward_on_shard, head_forward, take_shard
+from flexsp.integrations.transformers.causal import (
+    LANGUAGE,
+    LATER,
+    CausalModel,
+    forward_on_shard,
+    head_forward,
+    take_shard,
+)  # fmt: skip
 from flexsp.integrations.transformers.check import class_of
 from flexsp.integrations.transformers.forwards import is_replaced, replace_forward, with_globals
 from flexsp.nn.norm import check_input
@@ -57,6 +64,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     """
     if not isinstance(sp, SequenceParallel):
         fail("sp", "a SequenceParallel", type(sp).__name__)
+    refuse_bitwise(sp, "parallelize")
     inner = layer_or_model(model)
     check(inner)
     mixers = [module for module in inner.modules() if qualified_name(module) in MIXERS]
@@ -70,7 +78,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     if not alone:
         later = functools.partial(came_later, len(mixers))
         replace_forward(inner.get_output_embeddings(), head_forward)
-        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, sp, later))
+        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, LANGUAGE, None, sp, later))
     return model
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.comm.process_group import compare_text
-from flexsp.exceptions import check_dense, check_number, fail
+from flexsp.exceptions import check_dense, check_flag, check_number, fail
 
 __all__ = ["IGNORED", "KEY", "Running", "Shard", "shard"]
 
@@ -69,6 +69,12 @@ class Shard:
         finally:
             self.sp.set_lengths(before)
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[dict[str, Any]]:
+        """The same, as the arguments of an op: the ranks and the documents."""
+        with self.known_lengths() as sp:
+            yield {"sp": sp, "cu_seqlens": self.cu_seqlens, "cu_seqlens_cpu": self.cu_seqlens_cpu}
+
 
 class Running(Shard):
     """The Shard that a parallelized model's forward gives its layers. They refuse a plain one, since only that forward
@@ -76,7 +82,7 @@ class Running(Shard):
 
 
 @ranks_call
-def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
+def shard(batch: Mapping[str, Any], sp: SequenceParallel, shift: bool = True) -> dict[str, Any]:
     """This rank's part of a batch, as keyword arguments of a model that `parallelize` has changed. Collective.
 
     Every rank of ``sp`` must pass the same whole batch. Ranks compare what they pass (a hash, on the CPU group). Rank r
@@ -87,7 +93,7 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
         batch: as transformers' collators make it, on any device. Values of None are left out.
             ``input_ids`` int [B, T], or ``inputs_embeds`` [B, T, D].
             ``labels`` int [B, T], not shifted; -100 does not count. Or ``shift_labels``, where token t has the label of
-            the token after it.
+            the token after it. Or labels of rows, for a head that classifies sequences: [B], or floating [B, labels].
             ``position_ids`` [B or 1, T], or [3 or 4, B or 1, T]. Without them positions count from the start of the
             row, or of the document. They may jump ahead.
             ``attention_mask`` [B, T], of ones, and zeros behind them (padding on the right).
@@ -96,10 +102,13 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
             ``num_items_in_batch``: divide the loss by this number rather than by the labels of this batch that count.
             ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` may be there and add nothing.
         sp: the ranks, those of `parallelize`.
+        shift: False where labels of tokens belong to the tokens that have them, as heads that classify tokens take
+            them; not with ``num_items_in_batch``, which these do not read.
 
     Returns:
-        ``input_ids`` or ``inputs_embeds``, ``position_ids``, ``shift_labels`` (where there are labels), each with
-        T_local tokens and on ``sp.device``, and ``flexsp_shard``, a `Shard`.
+        ``input_ids`` or ``inputs_embeds``, ``position_ids``, ``shift_labels`` (where there are labels of tokens;
+        without ``shift`` they are ``labels``), each with T_local tokens and on ``sp.device``, labels of rows as they
+        are, and ``flexsp_shard``, a `Shard`.
 
     Raises:
         ValueError: keys that are not known, wrong shapes, a rank without tokens, padding on the left or inside,
@@ -121,7 +130,9 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     bounds = _documents(given, B, T, mask)
     if bounds is not None and mask is not None:
         fail("attention_mask", "only ones with packed documents", "zeros")
-    labels = _shifted(given, B, T, mask)
+    check_flag("shift", shift)
+    of_rows = _labels_of_rows(given, B)
+    labels = None if of_rows is not None else _labels(given, B, T, mask, shift)
     _compare(sp, given, lengths)
     stop = list(accumulate(lengths))[sp.rank]
     mine = slice(stop - lengths[sp.rank], stop)
@@ -138,7 +149,9 @@ def shard(batch: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any]:
     found: dict[str, Any] = {name: tokens[:, mine].to(sp.device)}
     found["position_ids"] = local(given["position_ids"] if "position_ids" in given else _positions(T, bounds))
     if labels is not None:
-        found["shift_labels"] = local(labels)
+        found["shift_labels" if shift else "labels"] = local(labels)
+    if of_rows is not None:
+        found["labels"] = of_rows.to(sp.device)
     return found | {KEY: made}
 
 
@@ -254,12 +267,30 @@ def _padding(mask: Tensor | None, B: int, T: int) -> Tensor | None:
     return kept
 
 
-def _shifted(given: dict[str, Any], B: int, T: int, mask: Tensor | None) -> Tensor | None:
-    """Labels of the whole batch, each at the token that predicts it."""
+def _labels_of_rows(given: dict[str, Any], B: int) -> Tensor | None:
+    labels = given.get("labels")
+    if labels is None or (labels.dim() == 2 and not labels.is_floating_point()):
+        return None
+    if labels.dim() not in (1, 2) or len(labels) != B:
+        fail("labels", f"[B, T] of tokens, or of rows [{B}] or floating [{B}, labels]", list(labels.shape))
+    if "shift_labels" in given or "num_items_in_batch" in given:
+        other = "shift_labels" if "shift_labels" in given else "num_items_in_batch"
+        fail(other, "None beside labels of rows", "a value")
+    found: Tensor = labels
+    return found
+
+
+def _labels(given: dict[str, Any], B: int, T: int, mask: Tensor | None, shift: bool) -> Tensor | None:
+    """Labels of the whole batch, each at the token that predicts it, or as they are."""
     labels, shifted = given.get("labels"), given.get("shift_labels")
     if labels is not None:
         _check_rows("labels", labels, (B, T))
-    if shifted is not None:
+    if not shift:
+        for name in ("shift_labels", "num_items_in_batch"):
+            if name in given:
+                fail(name, "None with shift=False", "a value")
+        shifted = labels
+    elif shifted is not None:
         _check_rows("shift_labels", shifted, (B, T))
     elif labels is not None:
         shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]

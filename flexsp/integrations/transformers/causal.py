@@ -1,4 +1,4 @@
-"""The forward of a causal language model on a shard: layers, head and loss."""
+"""The forward of a model on a shard. Of a causal language model: layers, head and loss."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from flexsp.exceptions import FlexspError, fail
 from flexsp.integrations.transformers.batch import KEY, Running, Shard
 from flexsp.integrations.transformers.forwards import is_replaced
 from flexsp.integrations.transformers.loss import language_loss, router_loss
+from flexsp.integrations.transformers.running import entered_shard
 
-__all__ = ["LATER", "CausalModel", "Head", "forward_on_shard", "head_forward", "refuse_training", "take_shard"]
+__all__ = [
+    "LANGUAGE", "LATER", "CausalModel", "Head", "Task", "forward_on_shard", "head_forward", "refuse_training",
+    "run_layers", "take_shard",
+]  # fmt: skip
 
 LATER = "after parallelize: restore the model and parallelize it again"
+
+# Kinds of layers that models look a mask up for. A shard needs none: it knows its documents and its padding.
+_LAYER_TYPES = ("full_attention", "linear_attention", "sliding_attention", "conv")
 
 Head = Callable[[Tensor], Tensor]
 """The forward of a model's last layer: hidden states [..., D] -> [..., vocabulary]."""
@@ -46,6 +53,20 @@ class CausalModel:
     router_loss: bool = False
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a model makes of its last hidden states.
+
+    Attributes:
+        run: from (how the model computes its loss, model, its layers' forward on a shard, shard, arguments) what a call
+            returns.
+        labels: the argument that has its labels, as `shard` makes it; None where it has no loss.
+    """
+
+    run: Callable[[CausalModel, Any, Callable[..., Any], Shard, dict[str, Any]], Any]
+    labels: str | None
+
+
 class _Inside(threading.local):
     """Whether this thread is inside a model's forward on a shard."""
 
@@ -57,8 +78,8 @@ _inside = _Inside()
 
 
 def take_shard(module: nn.Module, sp: SequenceParallel, kwargs: dict[str, Any]) -> Shard | None:
-    """The shard in a mixer's arguments; None if it runs on this rank alone."""
-    shard: Shard | None = kwargs.get(KEY)
+    """The shard in a layer's arguments, or that of the layer around it; None if it runs on this rank alone."""
+    shard: Shard | None = kwargs.get(KEY) or entered_shard()
     if shard is None:
         if _inside.shard:
             raise FlexspError(f"{type(module).__name__} was not handed {KEY} by the layers around it")
@@ -90,12 +111,14 @@ def head_forward(
 
 
 def forward_on_shard(
-    causal: CausalModel, sp: SequenceParallel, later: Callable[[Any], Iterable[str]], original: Callable[..., Any],
-    model: Any, *args: Any, **kwargs: Any,
+    causal: CausalModel, task: Task, base: Callable[..., Any] | None, sp: SequenceParallel,
+    later: Callable[[Any], Iterable[str]], original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """The forward of a parallelized model. Without a shard it is the original one.
 
     Args:
+        base: the forward of its layers on a shard, of (model, ...) where the model is nothing more; None where they are
+            the model's ``base_model``.
         later: finds what was added to the model after `parallelize` and would run on this rank's tokens alone.
     """
     shard = kwargs.pop(KEY, None)
@@ -103,17 +126,20 @@ def forward_on_shard(
         refuse_training(model, sp)
         return original(model, *args, **kwargs)
     try:
-        call = _arguments(causal, model, sp, shard, args, kwargs)
+        call = _arguments(causal, task.labels, model, sp, shard, args, kwargs)
         came = [*later(model)]
         if came:
             raise FlexspError(f"{', '.join(came)} {LATER}")
-        return _run(causal, model, shard, call)
+        layers = model.base_model if base is None else functools.partial(base, model)
+        return task.run(causal, model, layers, shard, call)
     except Exception as error:
         count_failed_call(error, sp)  # the other ranks go on to the exchanges that come after it
         raise
 
 
-def _run(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) -> Any:
+def _run_language_model(
+    causal: CausalModel, model: Any, base: Callable[..., Any], shard: Shard, call: dict[str, Any]
+) -> Any:  # fmt: skip
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     config, head = model.config, model.get_output_embeddings()
@@ -122,7 +148,7 @@ def _run(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) ->
     labels, counted = call.pop("shift_labels", None), call.pop("num_items_in_batch", shard.counted)
     as_dict = call.pop("return_dict", config.return_dict)
     balanced = causal.router_loss and call.setdefault("output_router_logits", config.output_router_logits)
-    outputs = _run_layers(causal, model, shard, call)
+    outputs = run_layers(causal, base, shard, call)
     found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
     if labels is None:
         found["logits"] = causal.logits(model, head, outputs.last_hidden_state)
@@ -139,15 +165,18 @@ def _run(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) ->
     return made if as_dict else made.to_tuple()
 
 
-def _run_layers(causal: CausalModel, model: Any, shard: Shard, call: dict[str, Any]) -> Any:
+LANGUAGE = Task(_run_language_model, "shift_labels")
+
+
+def run_layers(causal: CausalModel, base: Callable[..., Any], shard: Shard, call: dict[str, Any]) -> Any:
     """What the model without its head returns."""
     if causal.has_masks:
-        call["attention_mask"] = {"full_attention": None, "linear_attention": None}
+        call["attention_mask"] = dict.fromkeys(_LAYER_TYPES)
     else:
         del call["position_ids"]
     _inside.shard = True
     try:
-        return model.base_model(**call, use_cache=False, return_dict=True, **{KEY: Running(**vars(shard))})
+        return base(**call, use_cache=False, return_dict=True, **{KEY: Running(**vars(shard))})
     finally:
         _inside.shard = False
 
@@ -165,15 +194,14 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "attention_mask": (), "labels": (), "cache": (), "past_key_values": (), "cache_params": (), "use_cache": (False,),
     "output_attentions": (False,), "logits_to_keep": (0,), "task_ids": (),
 }  # fmt: skip
-_TAKEN = (
-    "input_ids", "inputs_embeds", "position_ids", "shift_labels", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "return_dict",
-)  # fmt: skip
+_TAKEN = ("input_ids", "inputs_embeds", "position_ids", "output_hidden_states", "output_router_logits", "return_dict")
+_COUNT = "num_items_in_batch"  # beside labels of the next tokens
 
 
 def _arguments(
-    causal: CausalModel, model: Any, sp: SequenceParallel, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+    causal: CausalModel, labels: str | None, model: Any, sp: SequenceParallel, shard: Shard,
+    args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
     """The arguments of a call after their checks, without those that are None."""
     if not isinstance(shard, Shard):
         fail(KEY, "what shard returns", type(shard).__name__)
@@ -182,13 +210,15 @@ def _arguments(
     if args:
         fail("arguments", "keywords only (model(**shard(batch, sp)))", f"{len(args)} by position")
     call = {name: x for name, x in kwargs.items() if x is not None}
-    for name in [name for name in call if name in _NOTHING]:
+    taken = _TAKEN if labels is None else (*_TAKEN, labels)
+    taken = (*taken, _COUNT) if labels == LANGUAGE.labels else taken
+    for name in [name for name in call if name in _NOTHING and name not in taken]:
         if not any(call[name] is nothing or call[name] == nothing for nothing in _NOTHING[name]):
             fail(name, "nothing beside a shard" if not _NOTHING[name] else repr(_NOTHING[name][0]), repr(call[name]))
         del call[name]
-    unknown = [name for name in call if name not in _TAKEN]
+    unknown = [name for name in call if name not in taken]
     if unknown:
-        fail("arguments", f"only {', '.join(_TAKEN)} beside {KEY}", ", ".join(unknown))
+        fail("arguments", f"only {', '.join(taken)} beside {KEY}", ", ".join(unknown))
     shape = shard.batch, shard.length
     for name in ("input_ids", "inputs_embeds", "shift_labels"):
         if name in call and tuple(call[name].shape[:2]) != shape:
@@ -200,8 +230,9 @@ def _arguments(
     if noise is not None and embedding.training and "input_ids" in call:  # NEFTune's hook sees the shard alone
         expected = "None on a cut sequence (the noise would be that of a shorter one, and the same on every rank)"
         fail("neftune_noise_alpha", expected, noise)
-    if "shift_labels" in call:
+    if labels in call:
         causal.check_loss(model)
+    if "shift_labels" in call:
         if shard.keep is not None and getattr(model, "z_loss_coefficient", None):
             expected = "no zeros with z_loss_coefficient, whose loss counts padding on one rank (leave the mask out)"
             fail("attention_mask", expected, "padding")

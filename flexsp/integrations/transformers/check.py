@@ -11,14 +11,16 @@ from typing import Any
 from torch import nn
 
 from flexsp.exceptions import NotAvailable, UncoveredWarning, fail
-from flexsp.integrations.transformers.causal import CausalModel
+from flexsp.integrations.transformers.causal import CausalModel, Task
 from flexsp.integrations.transformers.forwards import is_replaced
-from flexsp.integrations.transformers.seams import LOCAL, SEAMS, Seam
+from flexsp.integrations.transformers.heads import NONE
+from flexsp.integrations.transformers.seams import LOCAL, SEAMS, TASKS, Replaced, Seam
 from flexsp.ops._validate import MAX_HEAD_DIM, MAX_VALUE_DIM
 
 __all__ = [
-    "came_later", "causal_model", "check_model", "check_release", "class_of", "is_common", "loss_problems",
-    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_names", "seam_of", "without_adapters",
+    "came_later", "check_model", "check_release", "class_of", "is_common", "known_model", "loss_problems",
+    "mixer_problems", "mixers_later", "not_known", "raise_problems", "replaced_by", "seam_of",
+    "task_of", "without_adapters",
 ]  # fmt: skip
 
 _OLDEST, _NEWEST = (5, 23), (5, 24)  # releases of transformers that the tests have run with
@@ -35,6 +37,7 @@ _AROUND = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper",
     "torch._dynamo.eval_frame.OptimizedModule",
 }
+_FOLDERS = {seam.folder: seam for seam in SEAMS.values()}
 _HEADS = ("head_k_dim", "head_v_dim", "head_f_dim", "head_i_dim", "head_dim", "ssm_state_size")  # of linear layers
 _VALUES = {"head_v_dim", "head_i_dim"}  # of these, sizes of values
 _SOFTMAX = {"ALL_ATTENTION_FUNCTIONS", "flash_attn_func"}  # called by softmax layers, whose heads have no limit
@@ -42,7 +45,7 @@ _BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings whose angles depend on
 
 
 def check_model(model: nn.Module) -> None:
-    """Checks a causal language model of `SEAMS`.
+    """Checks a model of the families of `SEAMS`.
 
     Raises:
         ValueError: it cannot be cut over ranks. The message lists all reasons, each with a path.
@@ -75,7 +78,7 @@ def check_release(library: str, version: str, oldest: tuple[int, int], newest: t
         warnings.warn(text, UncoveredWarning, stacklevel=4)
 
 
-def causal_model(model: Any) -> Any:
+def known_model(model: Any) -> Any:
     """The model itself, or the one inside a PeftModel.
 
     Raises:
@@ -83,13 +86,42 @@ def causal_model(model: Any) -> Any:
         NotAvailable: a class of models that is not known.
     """
     if not isinstance(model, nn.Module):
-        fail("model", "a causal language model of transformers", type(model).__name__)
+        fail("model", "a model of transformers", type(model).__name__)
     inner = without_adapters(model)
     cls = class_of(inner)
-    if cls.__name__ not in SEAMS or _kind(inner, SEAMS[cls.__name__]) != "ForCausalLM":
+    seam = _FOLDERS.get(cls.__module__.rpartition(".modeling_")[2])
+    if seam is None or not _is_taken(inner, seam):
         known, whose = ", ".join(sorted(SEAMS)), f" of {cls.__module__}" if cls.__name__ in SEAMS else ""
-        raise NotAvailable(f"{cls.__name__}{whose} is not among the models that can be cut over ranks: {known}")
+        raise NotAvailable(
+            f"{cls.__name__}{whose} is not among the models that can be cut over ranks: {known}, with their base "
+            f"models, and heads of theirs that classify sequences or tokens{_instead(inner)}"
+        )
     return inner
+
+
+def _is_taken(model: Any, seam: Seam) -> bool:
+    """Whether it is a family's base model, or a head on one. In Qwen3.5, `Model` takes images too."""
+    kind = _kind(model, seam)
+    return kind == seam.base or (kind in TASKS and _kind(model.base_model, seam) == seam.base)
+
+
+def _instead(model: Any) -> str:
+    """What of a model that takes more than text can be cut."""
+    for name, module in model.named_modules():
+        if name and class_of(module).__name__ in SEAMS:
+            return f". Its {name} is a {class_of(module).__name__}, which can be cut"
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config() is config:
+        return ""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if text not in SEAMS:
+        return ""
+    return (
+        f". It takes images too: of the same folder, AutoModelForCausalLM.from_pretrained loads the language model, a "
+        f"{text}, which can be cut"
+    )
 
 
 def without_adapters(model: Any) -> Any:
@@ -107,13 +139,28 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def seam_of(model: nn.Module) -> Seam:
-    return SEAMS[class_of(model).__name__]
+    return _FOLDERS[class_of(model).__module__.rpartition(".modeling_")[2]]
 
 
-def replaced_names(module: nn.Module, seam: Seam) -> dict[str, Any] | None:
-    """The global names that this module's forward gets replacements for; None if its forward stays as it is."""
-    names = seam.replaced.get(_kind(module, seam))
-    return None if names is None else dict(names)
+def task_of(model: nn.Module) -> Task:
+    """What a known model makes of its layers' outputs."""
+    return TASKS.get(_kind(model, seam_of(model)), NONE)
+
+
+def replaced_by(module: nn.Module, seam: Seam) -> Replaced | None:
+    """What is replaced in this module, of ``seam.replaced``; None if its forward stays as it is."""
+    return seam.replaced.get(_kind(module, seam))
+
+
+def _convolves(module: nn.Module, seam: Seam) -> bool:
+    """Whether a module's convolutions are replaced."""
+    found = replaced_by(module, seam)
+    return found is not None and (callable(found) or "causal_conv1d_fn" in found)
+
+
+def _names(module: nn.Module, seam: Seam) -> Iterable[str]:
+    found = replaced_by(module, seam)
+    return () if found is None or callable(found) else found
 
 
 def _kind(module: nn.Module, seam: Seam) -> str:
@@ -152,15 +199,16 @@ def _is_activated(module: nn.Module) -> bool:
 
 def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
     """(path, problem) of all that cannot be cut over ranks."""
-    mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
+    mixers = {name for name, module in model.named_modules() if replaced_by(module, seam) is not None}
     for name, module in model.named_modules():
         if "forward" in vars(module) and (name in mixers or not name):
             yield name, "its forward was replaced already (by parallelize, by a kernel of the hub or by a hook)"
         if name in mixers:
-            yield from ((name, problem) for problem in mixer_problems(module, replaced_names(module, seam) or ()))
-        rope = getattr(module, "rope_type", None)
-        if rope in _BY_LENGTH:
-            yield name, f"a rotary embedding of type {rope!r} depends on the length of the sequence"
+            yield from ((name, problem) for problem in mixer_problems(module, _names(module, seam)))
+        rope = getattr(module, "rope_type", None)  # for Lfm3, of each kind of layers
+        for kind in rope.values() if isinstance(rope, dict) else (rope,):
+            if kind in _BY_LENGTH:
+                yield name, f"a rotary embedding of type {kind!r} depends on the length of the sequence"
     yield from _unknown(model, seam)
     if not getattr(model.config, "is_causal", True):
         yield "", "config.is_causal is False"
@@ -169,9 +217,10 @@ def _problems(model: Any, seam: Seam) -> Iterator[tuple[str, str]]:
 
 def _unknown(model: nn.Module, seam: Seam) -> Iterator[tuple[str, str]]:
     """(path, problem) of modules that are not known to treat tokens one by one."""
-    mixers = {name for name, module in model.named_modules() if replaced_names(module, seam) is not None}
+    mixers = {name for name, module in model.named_modules() if replaced_by(module, seam) is not None}
+    convolved = {name for name in mixers if _convolves(model.get_submodule(name), seam)}
     for name, module in model.named_modules():
-        inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in mixers
+        inside = type(module) is nn.Conv1d and name.rpartition(".")[0] in convolved
         if name not in mixers and not inside and not _is_local(module, seam):
             yield name, not_known(module)
 
@@ -180,7 +229,7 @@ def came_later(seam: Seam, mixers: int, model: nn.Module) -> Iterator[str]:
     """What was added to a model after `parallelize` replaced the forwards of ``mixers`` layers. It would run on this
     rank's tokens alone."""
     yield from (f"{name} ({problem}) came" for name, problem in _unknown(model, seam))
-    yield from mixers_later(model, mixers, lambda module: replaced_names(module, seam) is not None)
+    yield from mixers_later(model, mixers, lambda module: replaced_by(module, seam) is not None)
 
 
 def mixers_later(model: nn.Module, mixers: int, is_mixer: Callable[[nn.Module], bool]) -> Iterator[str]:

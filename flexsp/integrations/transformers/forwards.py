@@ -78,8 +78,15 @@ def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool
     setattr(module, _MARK, _Kept())
 
 
-def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
-    """A copy of the function, inside the same decorators, that finds ``names`` instead of its own globals."""
+def with_globals(
+    function: Callable[..., Any], names: Mapping[str, Any],
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """A copy of the function, inside the same decorators, that finds ``names`` instead of its own globals.
+
+    Args:
+        around: takes the innermost function's copy, and returns what the decorators call in its place.
+    """
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
     space, cells = function.__globals__, function.__closure__ or ()
@@ -87,8 +94,8 @@ def with_globals(function: Callable[..., Any], names: Mapping[str, Any]) -> Call
         space = {**space, **names}
         space.pop("__name__", None)  # with it torch.compile would look globals up in the original module
     else:
-        changed = with_globals(inner, names)
+        changed = with_globals(inner, names, around)
         cells = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in cells)
     made = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells or None)
     made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
-    return made
+    return made if around is None or inner is not None else around(made)

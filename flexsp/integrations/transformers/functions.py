@@ -1,6 +1,6 @@
 """Replacements for the functions that mixers of transformers call.
 
-Each takes the arguments of the original, and under `KEY` the `Shard` that says over which ranks it runs.
+Each takes the arguments of the original, and runs over the ranks of the shard that its layer runs on.
 """
 
 from __future__ import annotations
@@ -11,28 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexsp import ops
 from flexsp.comm.group import sequence_parallel
 from flexsp.exceptions import NotAvailable, fail
-from flexsp.integrations.transformers.batch import Shard
+from flexsp.integrations.transformers.running import running_shard
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.nn.conv import convolve
 from flexsp.ops import chunk_gated_delta_rule, chunk_kda, mamba2_ssd
 
 __all__ = [
     "Attentions", "causal_conv1d", "gated_delta_rule", "kimi_delta_rule", "mamba2_scan", "not_fused",
-    "without_states",
+    "selective_scan", "without_states",
 ]  # fmt: skip
 
 
 def causal_conv1d(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
-    flexsp_shard: Shard, **kwargs: Any,
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [B, D, T_local], weight [D, W], bias [D] -> [B, D, T_local]."""
     from transformers.activations import ACT2FN
 
-    with flexsp_shard.known_lengths() as sp, sequence_parallel(sp):
-        y = convolve(hidden_states.transpose(1, 2), weight, bias, flexsp_shard.cu_seqlens)
+    shard = running_shard()
+    with shard.known_lengths() as sp, sequence_parallel(sp):
+        y = convolve(hidden_states.transpose(1, 2), weight, bias, shard.cu_seqlens)
     return (y if activation is None else ACT2FN[activation](y)).transpose(1, 2)
 
 
@@ -41,16 +43,13 @@ def _delta_rule(op: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
 
     def run(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None = None,
-        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, *, flexsp_shard: Shard, **kwargs: Any,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         without_states(initial_state, output_final_state)
         if beta.dtype != torch.float32:
             beta = beta.to(query.dtype)
-        with flexsp_shard.known_lengths() as sp:
-            o, _ = op(
-                query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, sp=sp,
-                cu_seqlens=flexsp_shard.cu_seqlens, cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu,
-            )  # fmt: skip
+        with running_shard().call() as ranks:
+            o, _ = op(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **ranks)
         return o, None
 
     return run
@@ -63,18 +62,29 @@ def mamba2_scan(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, initial_states: Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
-    *, flexsp_shard: Shard, **kwargs: Any,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """hidden_states [B, T_local, H, P], dt [B, T_local, H], A [H], B, C [B, T_local, G, N] -> [B, T_local, H, P]."""
     without_states(initial_states, return_final_states)
     if z is not None:
         fail("z", "None (the mixers gate after the scan)", "a tensor")
-    with flexsp_shard.known_lengths() as sp:
-        y, _ = mamba2_ssd(
-            hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit=dt_limit, cu_seqlens=flexsp_shard.cu_seqlens,
-            cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp,
-        )  # fmt: skip
+    with running_shard().call() as ranks:
+        y, _ = mamba2_ssd(hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit=dt_limit, **ranks)
     return y.contiguous()  # callers view it
+
+
+def selective_scan(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    return_last_state: bool = False, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """hidden_states, dt and z [B, D, T_local], A [D, N], B, C [B, N, T_local] -> [B, D, T_local]."""
+    without_states(None, return_last_state)
+    u, dt, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
+    gate = None if z is None else z.transpose(1, 2)
+    with running_shard().call() as ranks:
+        y, _ = ops.selective_scan(u, dt, A, B, C, D, gate, delta_bias, delta_softplus, **ranks)
+    return y.transpose(1, 2)
 
 
 def not_fused(*args: Any, **kwargs: Any) -> None:
@@ -89,7 +99,7 @@ def without_states(initial: Tensor | None, final: bool) -> None:
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, *, flexsp_shard: Shard, **kwargs: Any,
+    s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """query [B, H, T_local, K], key [B, HK, T_local, K], value [B, HK, T_local, V] -> [B, T_local, H, V]."""
     if attention_mask is not None:
@@ -98,11 +108,10 @@ def attention(
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
-    with flexsp_shard.known_lengths() as sp:
+    with running_shard().call() as ranks:
         o = scaled_dot_product_attention(
-            q, k, v, scale=scaling, window=sliding_window, cu_seqlens=flexsp_shard.cu_seqlens,
-            cu_seqlens_cpu=flexsp_shard.cu_seqlens_cpu, sp=sp, dropout_p=dropout, softcap=softcap, sinks=s_aux,
-        )  # fmt: skip
+            q, k, v, scale=scaling, window=sliding_window, dropout_p=dropout, softcap=softcap, sinks=s_aux, **ranks
+        )
     return o, None
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from flexsp.kernels import primitives
-from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize
+from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize, turned_grads
 from flexsp.kernels.diagonal.base_plan import BasePlan
 from flexsp.kernels.diagonal.shared_plan import SharedGradients
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import NAME, decay_dtype
+from flexsp.kernels.diagonal.turned_plan import TurnedRows
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
@@ -42,22 +43,28 @@ class DiagonalPlan(BasePlan):
     Attributes:
         token_skips: there is "w", weights of tokens by which outputs have v besides.
         write_gates: there is "i", log weights of tokens by which their keys are multiplied.
+        turned: "turned_pairs" or "turned_halves", angles by which the caller has turned q and k, or None.
+        angles: how many of a row.
     """
 
     token_skips: bool = False
     write_gates: bool = False
+    turned: str | None = None
+    angles: int = 0
 
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, grads.token_sums_kernel, step_sizes.sum_heads_kernel,
         shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
-        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
+        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel, turned_grads.turn_edges_kernel,
+        turned_grads.turned_grad_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         skip, write = "w" if self.token_skips else None, "i" if self.write_gates else None
+        optional = frozenset(named(self.gate, write, skip, self.turned))
         return {
-            "name": NAME, "sparse": self.n_docs > 0, "optional": frozenset(named(self.gate, write, skip)), "skip": skip,
+            "name": NAME, "sparse": self.n_docs > 0, "optional": optional, "skip": skip,
             "writing": None if write is None else "@writing", "by_head": frozenset({"g", "i", "w"}),
             "by_token": frozenset({"g_gamma"}), "aligned_gradient": self.tiling.tiles.hopper,
         }  # fmt: skip
@@ -74,9 +81,10 @@ class DiagonalPlan(BasePlan):
         shared = [] if self.shared is None else self.shared.buffers()
         edges = self.B, self.n_seg * self.tiling.per_seg, self.H, *self.state
         column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
+        turned = [] if self.turned is None else self.turned_rows(self.turned).buffers()
         return [
             *self.states_of_segments(), *tokens, *of_gates, *self._of_writes(), by_head, *self._of_skips(), *shared,
-            *column,
+            *column, *turned,
         ]  # fmt: skip
 
     def _of_writes(self) -> list[Buffer]:
@@ -112,6 +120,9 @@ class DiagonalPlan(BasePlan):
         from flexsp.kernels.diagonal.hopper_plan import HopperWalks
 
         return HopperWalks(self)
+
+    def turned_rows(self, name: str) -> TurnedRows:
+        return TurnedRows(self, name, self.angles)
 
     def of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""
@@ -179,7 +190,16 @@ class DiagonalPlan(BasePlan):
 
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         if self.shared is not None:
-            return [*self.shared.gradients(last, to, wanted), *self.gate_gradients(last, wanted)]
+            found = self.shared.gradients(last, to, wanted)
+        else:
+            found = self._of_walks(last, to, wanted)
+        found += self.gate_gradients(last, wanted)
+        if self.turned is not None and self.turned in wanted:
+            found += self.turned_rows(self.turned).gradients(last)
+        return found
+
+    def _of_walks(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
+        """Gradients of q, k, v, and what walks leave to the others."""
         tiles = self.tiling.tiles
         dq = [] if self.dq_first else self._dq(last, wanted)
         if tiles.dv is None:
@@ -189,7 +209,7 @@ class DiagonalPlan(BasePlan):
                 *self._dkv(tiles.dk, last, None, "d_k", False, wanted), *self._sum_heads("d_k"),
                 *self._dkv(tiles.dv, last, to, "d_v", True, wanted),
             ]  # fmt: skip
-        return [*dq, *dkv, *self.gate_gradients(last, wanted)]
+        return [*dq, *dkv]
 
     def gate_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         found = []

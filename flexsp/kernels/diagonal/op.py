@@ -13,19 +13,21 @@ from flexsp.kernels.diagonal import in_pytorch
 from flexsp.kernels.diagonal.tiling import NAME, make_tiling
 from flexsp.kernels.engine import Engine, asks_for_kernels, neighbours, register
 from flexsp.kernels.functions import Like
+from flexsp.kernels.operators import plain
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
     from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
     from flexsp.kernels.operators import Asked
 
-__all__ = ["Diagonal", "Ssd", "diagonal", "ssd"]
+__all__ = ["Diagonal", "Ssd", "diagonal", "diagonal_pair", "ssd"]
 
 
 class Diagonal(Engine):
     """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
-    [B, T, H], log weights of keys, and of "w" [B, T, H], by which outputs have v besides. The form is
-    "names|rows|description": those that are there, the rows of a token, and what ranks compare of the call."""
+    [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned_pairs" or
+    "turned_halves" [B, T, H, S], by which the caller has turned q and k. The form is "names|rows|description": those
+    that are there, the rows of a token, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
@@ -35,6 +37,7 @@ class Diagonal(Engine):
         names, rows, self.description = form.split("|", 2)
         self.rows, self.names = int(rows), ("q", "k", "v", *_split(names))
         self.gate = next((name for name in self.names if name in ("g", "g_gamma")), None)
+        self.turned = next((name for name in self.names if name in _TURNED.values()), None)
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
@@ -44,9 +47,10 @@ class Diagonal(Engine):
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
+        angles = 0 if self.turned is None else asked.tensors[self.names.index(self.turned)].shape[-1]
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
-            q.shape[2], neighbours(asked.group), "w" in self.names, "i" in self.names,
+            q.shape[2], neighbours(asked.group), "w" in self.names, "i" in self.names, self.turned, angles,
         )  # fmt: skip
 
 
@@ -54,7 +58,8 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-register(Diagonal, [3, 4, 5, 6])
+_TURNED = {True: "turned_pairs", False: "turned_halves"}  # whether pairs are channels side by side
+register(Diagonal, [3, 4, 5, 6, 7])
 
 
 class Ssd(Engine):
@@ -100,9 +105,10 @@ class _InPytorch:
         given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
         q, k, v, g, g_gamma, w, i = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w", "i"))
         assert q is not None and k is not None and v is not None
+        turned = next(((given[name], pairwise) for pairwise, name in _TURNED.items() if name in given), (None, True))
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows), w, i,
+            asked.want_final, int(rows), w, i, *turned,
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -123,6 +129,7 @@ def diagonal(
     g_gamma: torch.Tensor | None = None,
     w: torch.Tensor | None = None,
     i: torch.Tensor | None = None,
+    turned: torch.Tensor | None = None,
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
@@ -131,6 +138,7 @@ def diagonal(
     sp: SequenceParallel | None = None,
     op: str = "linear attention",
     rows: int = 1,
+    pairwise: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already
     validated.
@@ -142,6 +150,11 @@ def diagonal(
     w [B, T, H] is in float32, or in float64 beside float64. It needs a row of keys for every head, and values of more
     than one channel: ValueError where these are not there.
 
+    turned: by how many turns (of 2 pi) the caller has rotated the first S pairs of channels of q and k, [B, T, G, S] in
+    float32, or in float64 beside float64, with a row for each head of q: given for its gradient alone, which is exact
+    over long texts where that of a rotation of rounded rows is not (`flexsp.kernels.diagonal.turned_grads`). The
+    caller's own rotation must not differentiate it. pairwise: pairs are as in `flexsp.kernels.rotary.rotate`.
+
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
     of T; ``cu_seqlens`` count those too.
@@ -151,21 +164,12 @@ def diagonal(
         raise ValueError(f"w: expected {expected}; got {q.shape[2]} heads and {v.shape[-1]} channels")
     if i is not None and g is None and g_gamma is None:
         raise ValueError("i: expected write gates beside g or g_gamma; got neither of these")
-    gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
-    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
-    call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
-    call += "" if cu_seqlens is None else ", packed"
-    if type(scale) is float:  # else symbolic
-        call += f", scale {scale}"
-    gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
-    others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
-    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values()]
-    form = f"{','.join([*gates[:1], *others])}|{rows}|{call}"
+    angles = {} if turned is None else {_TURNED[pairwise]: turned}
+    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, angles)
     if asks_for_kernels(q.is_cuda, q.dtype):
         blocks = ColumnBlocks.of(v.shape[-1])
-        repeated = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:]]
         o, final = Diagonal.run(
-            form, [q, k, blocks.values(v), *repeated], blocks.states(initial_state), cu_seqlens,
+            form, _in_blocks(blocks, tensors, len(angles)), blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
@@ -173,6 +177,72 @@ def diagonal(
         Diagonal.kind, form, tensors, initial_state, cu_seqlens, output_final_state=output_final_state, sp=sp,
         scale=scale,
     )  # fmt: skip
+
+
+def _described(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None,
+    w: torch.Tensor | None, i: torch.Tensor | None, scale: float, packed: bool, op: str, rows: int,
+    angles: dict[str, torch.Tensor],
+) -> tuple[str, list[torch.Tensor]]:  # fmt: skip
+    """The form and the tensors of a call of `diagonal`."""
+    gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
+    call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
+    call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
+    call += ", turned" if angles else ""
+    call += ", packed" if packed else ""
+    if type(scale) is float:  # else symbolic
+        call += f", scale {scale}"
+    gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
+    others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
+    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *angles.values()]
+    return f"{','.join([*gates[:1], *others, *angles])}|{rows}|{call}", tensors
+
+
+def _in_blocks(blocks: ColumnBlocks, tensors: list[torch.Tensor], angles: int = 0) -> list[torch.Tensor]:
+    """q, k, v and what heads have besides, where blocks of columns are heads. The last tensors are angles of keys."""
+    end = len(tensors) - angles
+    by_head = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:end]]
+    return [*tensors[:2], blocks.values(tensors[2]), *by_head, *tensors[end:]]
+
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def diagonal_pair(
+    q: torch.Tensor, k: torch.Tensor, values: tuple[torch.Tensor, torch.Tensor], g: torch.Tensor | None = None,
+    i: torch.Tensor | None = None, *, scale: float, initial_states: Pair, output_final_state: bool,
+    cu_seqlens: torch.Tensor | None, sp: SequenceParallel | None, ops: tuple[str, str],
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Pair]:  # fmt: skip
+    """`diagonal` for the first values with write gates i, and for the second ones without: (outputs, final states).
+
+    Ranks exchange the states of both together, but in graphs and traces of kernels, where each is an operator. Outputs
+    may have a wider dtype than the values.
+    """
+    (v, u), (start, start2), packed = values, initial_states, cu_seqlens is not None
+    how: dict[str, Any] = {
+        "scale": scale, "output_final_state": output_final_state, "cu_seqlens": cu_seqlens, "sp": sp,
+    }  # fmt: skip
+    if not asks_for_kernels(q.is_cuda, q.dtype):  # columns of a state do not act on each other
+        wide, columns = torch.promote_types(q.dtype, torch.float32), [v.shape[-1], u.shape[-1]]
+        weighted = v.to(wide) if i is None else v.to(wide) * i.to(wide).exp().unsqueeze(-1)
+        initial = None if start is None or start2 is None else torch.cat([start, start2], -1)
+        both = torch.cat([weighted, u.to(wide)], -1)
+        found, final = diagonal(q, k, both, g, initial_state=initial, op=f"{ops[0]} and {ops[1]}", **how)
+        (o, o2), parts = found.split(columns, -1), (None, None) if final is None else final.split(columns, -1)
+        return (o, o2), (parts[0], parts[1])
+    in_segments = sp is not None and sp.segment > 0  # one after the other
+    if in_segments or not plain(q, k, v, u, g, i, start, start2, cu_seqlens):
+        o, final = diagonal(q, k, v, g, i=i, initial_state=start, op=ops[0], **how)
+        o2, final2 = diagonal(q, k, u, g, initial_state=start2, op=ops[1], **how)
+        return (o, o2), (final, final2)
+    blocks = ColumnBlocks.of(v.shape[-1])
+    form, tensors = _described(q, k, v, g, None, None, i, scale, packed, ops[0], 1, {})
+    form2, tensors2 = _described(q, k, u, g, None, None, None, scale, packed, ops[1], 1, {})
+    o, final, o2, final2 = Diagonal.run_both(
+        (form, _in_blocks(blocks, tensors), blocks.states(start)), (form2, tensors2, start2), cu_seqlens,
+        output_final_state=output_final_state, sp=sp, scale=scale,
+    )  # fmt: skip
+    return (blocks.outputs(o), o2), (blocks.joined(final), final2)
 
 
 def ssd(

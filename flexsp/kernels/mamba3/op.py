@@ -18,7 +18,7 @@ from flexsp.kernels.mamba3 import steps as of_steps
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
 
-__all__ = ["Rows", "rows", "steps", "turns"]
+__all__ = ["Rows", "onward", "rows", "steps", "turns"]
 
 _NAME = "the kernels of Mamba-3"
 _BYTES = 4096  # of a tile of `rows_kernel`
@@ -321,13 +321,12 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
     of_a_warp = _OF_A_WARP if constants["BT"] == _LEAST_TOKENS else _OF_A_WARP // 2
     warps = max(1, min(4, constants["BT"] * constants["BP"] // of_a_warp))
     tensors = _pointers(given)
-    B, C, (batch, T, H, S) = tensors["b"], tensors["c"], tensors["turns"].shape
+    B, C, (batch, T, H) = tensors["b"], tensors["c"], tensors["turns"].shape[:3]
     G, K = B.shape[2:]
     blocks = -(-T // constants["BT"])
     programs = batch * blocks
     wide = {
         "dbiases": (programs, H, 2, K) if constants["B_BIAS"] or constants["C_BIAS"] else (0,),
-        "dturns": (batch, T, H, S), "darrived": (programs, H, S) if constants["ARRIVED"] else (0,),
         "dweights": (batch, T, H, 2), "still": (batch, T, H) if constants["STILL"] else (0,),
     }  # fmt: skip
     made = {"db": B.new_empty(B.shape), "dc": C.new_empty(C.shape)}
@@ -337,14 +336,37 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
             rotations.rows_grad_kernel, (programs, G, 1), {**tensors, "dq": dq, "dk": dk, "dw": dw, **made},
             (*B.stride()[:3], *C.stride()[:3], T, blocks), constants | {"TURNS": turns}, warps,
         )  # fmt: skip
-    found: dict[str, Optional] = {name: made[f"d{name}"] for name in ("b", "c", "turns")}
+    found: dict[str, Optional] = {name: made[f"d{name}"] for name in ("b", "c")}
     found["gamma"], found["eta"] = made["dweights"].unbind(-1)
     biases = {name: bias for name in ("b_bias", "c_bias") if (bias := given[name]) is not None}
     if biases:
         both = dict(zip(("b_bias", "c_bias"), made["dbiases"].sum(0).unbind(1), strict=True))
         found |= {name: both[name].to(bias.dtype) for name, bias in biases.items()}
-    if given["arrived"] is not None:
-        found["arrived"] = made["darrived"].view(batch, blocks, H, S).sum(1)
+    return found
+
+
+class _Onward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, turned: Tensor, arrived: Tensor, until: Optional) -> Tensor:
+        keep_for_backward(ctx, until)
+        return turned.view_as(turned)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (until,) = kept_for_backward(ctx, _NAME, grad)
+        going_on = grad
+        if until is not None:
+            here = torch.arange(grad.shape[1], device=grad.device) < until
+            going_on = torch.where(here.view(1, -1, 1, 1), grad, 0.0)
+        return grad, going_on.sum(1), None
+
+
+def onward(turned: Tensor, arrived: Optional, until: Optional) -> Tensor:
+    """The turns that rows have, for an engine that needs no more than where their gradient goes: `turned`, without the
+    `arrived` of `rows`."""
+    if arrived is None:
+        return turned
+    found: Tensor = _Onward.apply(turned, arrived, until)
     return found
 
 
@@ -356,7 +378,7 @@ def rows(
 
     Args:
         B, C: [B, T, G, K]; biases [H, K] or None.
-        turned: [B, T, H, S] in float32, by how many turns R rotates.
+        turned: [B, T, H, S] in float32, by how many turns R rotates; like `arrived` it has no gradient from here.
         arrived: [B, H, S] more turns, of the first `until` tokens ([] in int64), or of all of them; or None.
         gamma, eta: [B, T, H] in float32.
         D: [H] or None.

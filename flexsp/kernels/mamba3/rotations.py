@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.pairs import load_pairs, store_pairs
 from flexsp.runtime.launch import begin
 
-_PI2 = tl.constexpr(6.283185307179586)
 # sin(2 pi r) / r and (cos(2 pi r) - 1) / r^2 in r^2, for r in -1/4..1/4: least squares in Chebyshev's points, off by
 # 7e-9 of the sine and 3e-10 of the cosine.
 _S1 = tl.constexpr(6.283185280261414)
@@ -47,42 +47,6 @@ def _nothing():
     neighbouring pairs, and a thread has the same pair of several tokens: sums over tokens are then sums of a thread's
     own numbers, but for one exchange between warps. Threads with several pairs of a token would shuffle for each."""
     return tl.num_programs(2) - 1
-
-
-@triton.jit
-def load_pairs(rows, there, shift, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr):
-    """fp32 tiles [BT, BP] of the first and the second channels of the pairs from FIRST on, of rows of K numbers at
-    `rows` [BT]; 0 outside. shift: 0 or `_nothing`."""
-    BT: tl.constexpr = rows.shape[0]
-    if HALVES:
-        p = FIRST + shift + tl.arange(0, BP)
-        inside = there[:, None] & (p < K // 2)[None, :]
-        at = rows[:, None] + p[None, :]
-        one, two = tl.load(at, mask=inside, other=0.0), tl.load(at + K // 2, mask=inside, other=0.0)
-    else:
-        k = 2 * (FIRST + shift) + tl.arange(0, 2 * BP)
-        tile = tl.load(rows[:, None] + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
-        one, two = tl.split(tl.reshape(tile, [BT, BP, 2]))
-    return one.to(tl.float32), two.to(tl.float32)
-
-
-@triton.jit
-def store_pairs(
-    rows, there, one, two, shift, FIRST: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, HALVES: tl.constexpr
-):
-    """Stores the tiles that `load_pairs` would read."""
-    BT: tl.constexpr = rows.shape[0]
-    one, two = one.to(rows.dtype.element_ty), two.to(rows.dtype.element_ty)
-    if HALVES:
-        p = FIRST + shift + tl.arange(0, BP)
-        inside = there[:, None] & (p < K // 2)[None, :]
-        at = rows[:, None] + p[None, :]
-        tl.store(at, one, mask=inside)
-        tl.store(at + K // 2, two, mask=inside)
-    else:
-        k = 2 * (FIRST + shift) + tl.arange(0, 2 * BP)
-        tile = tl.reshape(tl.join(one, two), [BT, 2 * BP])
-        tl.store(rows[:, None] + k[None, :], tile, mask=there[:, None] & (k < K)[None, :])
 
 
 @triton.jit
@@ -194,15 +158,14 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def rows_grad_kernel(
-    b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, dbiases, dturns, darrived,
-    dweights, still, b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
+    b, c, b_bias, c_bias, turns, arrived, until, gamma, eta, own, dq, dk, dw, db, dc, dbiases, dweights, still,
+    b_sb, b_st, b_sg, c_sb, c_st, c_sg, T, blocks,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, S: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
     STILL: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr, HALVES: tl.constexpr, B_BIAS: tl.constexpr,
     C_BIAS: tl.constexpr, ARRIVED: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dturns [batch, T, H, S], dweights [batch, T, H,
-    2], those of gamma and eta; and in fp32 sums over a program's tokens, dbiases [programs, H, 2, K] and darrived
-    [programs, H, S].
+    """The gradients of `rows_kernel`: db, dc [batch, T, G, K]; in fp32 dweights [batch, T, H, 2], those of gamma and
+    eta; and in fp32 sums over a program's tokens, dbiases [programs, H, 2, K]. The engine has those of turns.
 
     A program takes all heads of a group, and BP pairs: the first of them, which turn (TURNS), or those behind, where
     there are such (STILL). These come first and leave their part of the gradient of gamma, still [batch, T, H]. All
@@ -247,11 +210,6 @@ def rows_grad_kernel(
             cos, sin = _turned(at_turns, arrived + (batch * H + h) * S, count, t, there, shift, K, S, BP, ARRIVED)
             v1, v2 = v1 * cos + v2 * sin, v2 * cos - v1 * sin
             u1, u2 = u1 * cos + u2 * sin, u2 * cos - u1 * sin
-            turned = _PI2 * (u2 * y1 - u1 * y2 + weight * (v2 * x1 - v1 * x2))
-            tl.store(dturns + (row * S)[:, None] + p[None, :], turned, mask=there[:, None] & (p < S)[None, :])
-            if ARRIVED:
-                going = tl.sum(tl.where((there & (t < count))[:, None], turned, 0.0), axis=0)
-                tl.store(darrived + (n * H + h) * S + p, going, mask=p < S)
         products = v1 * x1 + v2 * x2
         v1, v2 = weight * v1 - less * y1, weight * v2 - less * y2
         u1, u2 = u1 - less * x1, u2 - less * x2

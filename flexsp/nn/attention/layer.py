@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from flexsp.comm.group import resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
+from flexsp.kernels.rotary import rotate
 from flexsp.nn.attention.function import scaled_dot_product_attention
 from flexsp.nn.attention.local import Sight, attend
 from flexsp.nn.norm import RMSNorm, check_eps, check_input
 from flexsp.nn.recurrent import _check_token, _project, _refuse_cache_under_sp, _wide
-from flexsp.ops._rotary import rotate
 from flexsp.ops._validate import check_cu_seqlens
 from flexsp.scan.tokens import positions
 

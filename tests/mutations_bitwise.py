@@ -1,0 +1,122 @@
+"""The changes of tests/mutate.py to calls that have the same bits for any number of ranks."""
+
+from __future__ import annotations
+
+from tests.mutate import in_file as _in
+
+__all__ = ["BITWISE"]
+
+_BITS = "tests/test_bitwise.py::test_bits_do_not_depend_on_ranks"
+_PACKED = f"{_BITS}[gla-torch.float64-True]"
+_SHARED = f"{_BITS}[mamba2_groups-torch.float16-False]"
+_KERNELS = "tests/test_bitwise.py::test_bits_of_kernels_do_not_depend_on_ranks[gamma-torch.bfloat16]"
+
+BITWISE = [
+    *_in(
+        "flexsp/scan/in_order.py",
+        ("for dx in reversed(parts):", "for dx in parts:", "parameters are summed from the first segment on", _SHARED),
+        ("return sums if target is None else [*zeros]", "return sums", "every rank has a part of the sum", _SHARED),
+        (
+            "for x in entering or []:",
+            "for x in []:",
+            "one rank's last states have no gradient where those of several have zeros",
+            "tests/test_bitwise.py::test_bits_of_gradients_of_outputs_alone[kda-torch.float64-False]",
+        ),
+        (
+            "if length and at % size:",
+            "if length and at % 1:",
+            "shards begin inside of segments",
+            "tests/test_bitwise.py::test_shards_are_whole_segments",
+        ),
+        (
+            "going_on = (self.begin < segment.start)",
+            "going_on = (self.begin <= segment.start)",
+            "a document that begins with a segment is taken to go on in it",
+            _PACKED,
+        ),
+        (
+            "((self.begin < segment.stop) | segment.last)",
+            "(self.begin < segment.stop)",
+            "documents without tokens at the end have no final states",
+            _PACKED,
+        ),
+        (
+            "entering = entering if sp.is_first and segments else list(arrived)",
+            "entering = entering",
+            "ranks do not take the state of the one before",
+            f"{_BITS}[simple_gla-torch.float32-False]",
+        ),
+    ),
+    *_in(
+        "flexsp/kernels/segments.py",
+        (
+            "in zip(reversed(scans), reversed(frames), strict=True)",
+            "in zip(scans, frames, strict=True)",
+            "gradients of states go from the first segment on",
+            _KERNELS,
+        ),
+        (
+            "dstate = dstate if source is None else from_message(arrived, [dstate])[0]",
+            "dstate = dstate",
+            "ranks do not take the gradient of the one behind",
+            _KERNELS,
+        ),
+    ),
+    *_in(
+        "flexsp/kernels/executable.py",
+        (
+            "        first.copy_(entering.view(first.shape))\n",
+            "",
+            "the scan of a segment begins with zeros",
+            _KERNELS,
+        ),
+    ),
+    *_in(
+        "flexsp/kernels/engine.py",
+        (
+            "if sp is not None and sp.segment:",
+            "if sp is not None and sp.segment < 0:",
+            "kernels cut the sequence by its ranks",
+            _KERNELS,
+        ),
+    ),
+    *_in(
+        "flexsp/ops/_segments.py",
+        (
+            "return False if given.entered else asked",
+            "return asked",
+            "every segment begins a text",
+            "tests/test_bitwise.py::test_first_text_begins_with_a_weight_of_one",
+        ),
+        (
+            "2 if kind.head_first and",
+            "1 if kind.head_first and",
+            "heads are cut in place of tokens",
+            "tests/test_bitwise.py::test_heads_before_tokens",
+        ),
+        (
+            "if kind.kernels and _at_once(",
+            "if _at_once(",
+            "ops run at once that are no one call of kernels",
+            "tests/test_bitwise.py::test_kernels_run_all_segments_at_once",
+        ),
+    ),
+    *_in(
+        "flexsp/comm/group.py",
+        (
+            "if found is not None and found.segment and not (keeps_bits or ambient.keeps_bits):",
+            "if found is not None and found.segment < 0:",
+            "layers run over a group that was made with bitwise",
+            "tests/test_bitwise.py::test_what_cannot_keep_its_bits_says_so",
+        ),
+    ),
+    *_in(
+        "flexsp/launch/bootstrap.py",
+        (
+            'if schedule != "chain":\n        raise ValueError(f"schedule: expected \'chain\' with',
+            'if schedule == "":\n        raise ValueError(f"schedule: expected \'chain\' with',
+            "schedules whose sums have another order are taken",
+            "tests/test_bitwise.py::test_bad_groups",
+        ),
+    ),
+]

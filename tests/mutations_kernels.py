@@ -434,6 +434,13 @@ KERNELS = [
          "copies of what is read later may be under way", _CHANNELS_IN_GLUON),
     ),
     *_in(
+        "flexsp/kernels/delta/hopper_states.py",
+        ("rows[n].permute((1, 0)), found", "rows[0].permute((1, 0)), found",
+         "states are read by the first keys alone", _ANY_KEYS + "[144]"),
+        ("S[n], base + n * BK * V, here", "S[n], base, here", "documents begin with the first keys' states",
+         _ANY_KEYS + "[256, packed]"),
+    ),
+    *_in(
         "flexsp/kernels/delta/hopper_horizon.py",
         ("        arrived(0)\n        c = c0", "        arrived(1)\n        c = c0",
          "a chunk that is multiplied may be under way", _CHANNELS_IN_GLUON),
@@ -453,6 +460,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_grads.py",
         ("found -= u * gl.sum", "found += u * gl.sum", "the gradient of a norm has the wrong sign", _ANY_KEYS + "[gated]"),
+        ("norms + first + gl.arange", "norms + gl.arange", "rows are divided by the norms of others", _ANY_KEYS + "[256]"),
         ("== TILES * GROUP - 1", "== 0", "gradients of heads are summed before they are there", _ANY_KEYS + "[gated]"),
         ("if gl.load(exact + row * n_chunks + c) == 0:", "if True:", "chunks take the place of tokens one by one",
          _ANY_KEYS + "[alike]"),

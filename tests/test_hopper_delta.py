@@ -167,8 +167,13 @@ CALLS = {
     "256 values": Call("no gate", T=130, group=1, K=128, V=256),
     "80, product, packed": Call("product", K=80, V=192, packed=True),
     "values in two blocks": Call(T=70, H=1, group=1, K=80, V=384), "112": Call(T=70, B=2, H=4, K=112, norm=False),
+    "256": Call(T=70, H=1, group=1, K=256), "256, 512": Call(T=70, H=1, group=1, K=256, V=512),
+    "256, packed": Call(K=256, V=128, packed=True), "256, alike": Call(T=70, H=1, group=1, K=256, alike=True),
+    "256, no gate": Call("no gate", T=130, group=1, K=256, norm=False),
+    "192, product, packed": Call("product", K=192, V=128, packed=True),
+    "208, parts": Call(T=200, H=1, group=1, K=208, parts=True), "144": Call(T=70, H=1, group=1, K=144, norm=False),
 }  # fmt: skip
-QUICK = "gated", "parts, packed", "product", "alike", "unit keys", "channels, alike", "96, 192"
+QUICK = "gated", "parts, packed", "product", "alike", "unit keys", "channels, alike", "96, 192", "144"
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(x for x in CALLS if x not in QUICK))])

@@ -75,6 +75,12 @@ def test_segments_of_the_delta_engine_run_in_few_turns(H: int, V: int, n_seg: in
     assert plan.n_seg == n_seg and len(plan.parts) == 1
 
 
+@pytest.mark.parametrize(("H", "V", "n_seg"), [(8, 256, 4), (12, 256, 5), (16, 128, 4)])
+def test_walks_of_large_keys_have_a_multiprocessor_each(H: int, V: int, n_seg: int) -> None:
+    plan = delta.tiling_of(torch.bfloat16, 1, 32768, H, 256, V, 0, 1, False, H200, True)
+    assert plan.n_seg == n_seg and plan.key_tile == 64
+
+
 @pytest.mark.parametrize(("T", "parts"), [(32768, 1), (65536, 2), (131072, 4), (1 << 20, 16), (1 << 22, 16)])
 def test_long_sequences_keep_states_of_a_part_of_their_chunks(T: int, parts: int) -> None:
     plan = delta.tiling_of(torch.bfloat16, 1, T, 32, 128, 128, 0, 1, False, H200, True)

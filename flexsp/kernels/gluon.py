@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 __all__ = [
     "arrived", "begin", "begun", "by_row", "by_sum", "chunk_at", "copy", "copy_numbers", "load_state", "narrower",
-    "numbers", "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "store", "store_state",
-    "store_tokens", "store_turned_tokens", "tiles", "visible",
+    "nothing", "numbers", "copy_tokens", "of_gates", "of_outputs", "operand", "power", "shared", "state_or", "store",
+    "store_state", "store_tokens", "store_turned_tokens", "tiles", "visible",
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def by_sum(columns):
 @gluon.constexpr_function
 def narrower(width, columns):
     """The width of rows that tiles with so many columns hold, None if they fill them."""
-    return None if width == columns else width
+    return None if width >= columns else width
 
 
 _WIDE_COLUMNS = gl.constexpr(gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1]))
@@ -75,6 +75,12 @@ def chunk_at(table, c, T, C: gl.constexpr, PACKED: gl.constexpr):
         first = False
         last = False
     return start.to(gl.int64), length, document, first, last
+
+
+@gluon.jit
+def nothing():
+    """A tuple that others are added to."""
+    return ()
 
 
 # Shared memory
@@ -249,11 +255,22 @@ def load_state(base, R: gl.constexpr, N: gl.constexpr, stride, width=None):
 
 
 @gluon.jit
+def state_or(x, base, here, stride, width=None):
+    """What `load_state` reads if `here`, and x [64, N] of products otherwise. Without a branch, behind which a large x
+    would be moved to other registers, of which there are too few."""
+    L: gl.constexpr = by_sum(x.shape[1])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+    at = base + gl.arange(0, x.shape[1], gl.SliceLayout(0, L))[None, :] * stride + rows[:, None]
+    inside = _inside(rows < gl.where(here, 64, 0), x.shape[1], width, L)
+    return gl.load(at, mask=inside, other=x)
+
+
+@gluon.jit
 def store_state(base, x, R: gl.constexpr, N: gl.constexpr, stride, width=None, length=None):
     """Stores what `load_state` would read, of the first `length` rows of x if not None."""
     at = base + _turned(R, N, stride)
     x = gl.convert_layout(x, _WIDE_COLUMNS)
-    if width is None:
+    if width is None and length is None:
         gl.store(at, x)
     else:
         rows = gl.arange(0, R, gl.SliceLayout(1, _WIDE_COLUMNS))

@@ -44,9 +44,8 @@ def test_sizes(folder: Path, seed: int, name: str, size: tuple[int, int], docume
     check_variant(name, *size, BF16, folder, seed, documents, lowering="auto")
 
 
-@pytest.mark.parametrize("kernels", ["in Triton"], indirect=True)  # there are no others, but for 64 keys
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "packed"])
-@pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256)], ids=str)
+@pytest.mark.parametrize("size", [(256, 256), (192, 128), (64, 256), (208, 64)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.usefixtures("poisoned")
 def test_large_heads(
@@ -106,7 +105,6 @@ def test_segments_without_decay(
     check_variant("deltanet", *size, BF16, folder, seed, documents, B=1, T=T, H=2, lowering="auto")
 
 
-@pytest.mark.parametrize("kernels", ["in Triton"], indirect=True)
 @pytest.mark.parametrize("documents", [None, (1, 500, 0, 64, 640, 75)], ids=["whole", "packed"])
 @pytest.mark.parametrize("size", [(256, 256), (192, 128)], ids=str)
 @pytest.mark.usefixtures("poisoned", "segments")

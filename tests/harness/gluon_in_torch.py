@@ -54,11 +54,11 @@ class _Pointer:
         return torch.where(here, at, 0), here
 
 
-def _load(pointer: _Pointer, mask: Tensor | None = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
+def _load(pointer: _Pointer, mask: Tensor | None = None, other: Any = 0.0, cache_modifier: str = "") -> Tensor:
     at, here = pointer.places(mask)
     memory = pointer.memory
     found = memory[at] if len(memory) else torch.zeros(at.shape, dtype=memory.dtype)
-    return torch.where(here, found, torch.tensor(other, dtype=memory.dtype))
+    return torch.where(here, found, torch.as_tensor(other, dtype=memory.dtype))
 
 
 def _store(pointer: _Pointer, x: Any, mask: Tensor | None = None) -> None:
@@ -145,7 +145,7 @@ def _multiply_at_once(a: Tensor, b: Tensor, sums: Tensor, input_precision: str |
 
 
 def _wait(outstanding: int, products: Sequence[Any]) -> Any:
-    found = [x.done() if isinstance(x, _Product) else x for x in products]
+    found = (*(x.done() if isinstance(x, _Product) else x for x in products),)
     return found[0] if len(found) == 1 else found
 
 
@@ -270,7 +270,8 @@ class Kernel:
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.groups: list[list[tuple[Tensor, Tensor]]] = []
         self.names = self._names()
-        for path in (_KERNELS / "gluon.py", _KERNELS / "delta/hopper_gates.py", _KERNELS / file):
+        shared = "gluon.py", "delta/hopper_gates.py", "delta/hopper_states.py"
+        for path in (_KERNELS / name for name in (*shared, file)):
             tree = ast.fix_missing_locations(_InPyTorch().visit(ast.parse(path.read_text())))
             exec(compile(tree, path, "exec"), self.names)
         self.kernel = self.names[name]

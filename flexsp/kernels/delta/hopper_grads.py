@@ -29,28 +29,37 @@ from flexsp.kernels.gluon import (
 __all__ = ["grads"]
 
 
+@gluon.constexpr_function
+def whole(K):
+    """Columns of a tile that holds rows of K numbers."""
+    return max(64, 1 << (K - 1).bit_length())
+
+
 @gluon.jit
 def _joined(
     x, x_st, norms, parts, to, start, length, stride, C: gl.constexpr, K: gl.constexpr, WHOLE: gl.constexpr,
     NORM: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Sums over GROUP heads of the gradients g that programs left in `parts`. If NORM these are of unit rows u, divided
-    by the norms of the rows x, and are taken through the norms: g - u <u, g>. Tiles have WHOLE columns."""
+    by the norms of the rows x, and are taken through the norms: g - u <u, g>. Tiles have WHOLE columns, and as many
+    rows as registers hold."""
+    R: gl.constexpr = C if WHOLE <= 128 else C // 2
     rows: gl.constexpr = gl.SliceLayout(1, by_row(WHOLE))
-    token, there = of_outputs(start, length, C, STEPS, rows)
-    token, there = (start // STEPS + token)[:, None], there[:, None]
-    columns = gl.arange(0, WHOLE, gl.SliceLayout(0, by_row(WHOLE)))[None, :]
-    if K != WHOLE:
-        there = there & (columns < K)
-    found = gl.zeros([C, WHOLE], gl.float32, by_row(WHOLE))
-    for n in range(GROUP):
-        at = parts + token * (stride * GROUP) + n * K + columns
-        found += gl.load(at, mask=there, other=0.0, cache_modifier=".cg").to(gl.float32)
-    if NORM:
-        u = gl.load(x + token * x_st + columns, mask=there, other=0.0).to(gl.float32)
-        u = u * gl.load(norms + gl.arange(0, C, rows))[:, None]
-        found -= u * gl.sum(u * found + 0.0, axis=1)[:, None]
-    gl.store(to + token * stride + columns, found.to(gl.bfloat16), mask=there)
+    for first in gl.static_range(0, C, R):
+        token, there = of_outputs(start + first, length - first, R, STEPS, rows)
+        token, there = ((start + first) // STEPS + token)[:, None], there[:, None]
+        columns = gl.arange(0, WHOLE, gl.SliceLayout(0, by_row(WHOLE)))[None, :]
+        if K != WHOLE:
+            there = there & (columns < K)
+        found = gl.zeros([R, WHOLE], gl.float32, by_row(WHOLE))
+        for n in range(GROUP):
+            at = parts + token * (stride * GROUP) + n * K + columns
+            found += gl.load(at, mask=there, other=0.0, cache_modifier=".cg").to(gl.float32)
+        if NORM:
+            u = gl.load(x + token * x_st + columns, mask=there, other=0.0).to(gl.float32)
+            u = u * gl.load(norms + first + gl.arange(0, R, rows))[:, None]
+            found -= u * gl.sum(u * found + 0.0, axis=1)[:, None]
+        gl.store(to + token * stride + columns, found.to(gl.bfloat16), mask=there)
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_chunks", "before", "held"])
@@ -91,12 +100,12 @@ def grads(
             norms += (of_all * n_chunks + c) * C
             _joined(
                 q, q_st, norms, dq + (b * (T // STEPS) * H + h) * K, joined_q + (b * (T // STEPS) * H + h) // GROUP * K,
-                start, length, heads * K, C, K, TILES * BK, NORM, GROUP, STEPS,
+                start, length, heads * K, C, K, whole(K), NORM, GROUP, STEPS,
             )  # fmt: skip
             norms += gl.num_programs(1).to(gl.int64) * n_chunks * (C * GROUP)
             _joined(
                 k, k_st, norms, dk + (b * T * H + h) * K, joined_k + (b * T * H + h) // GROUP * K, start, length,
-                heads * K, C, K, TILES * BK, NORM, GROUP, 1,
+                heads * K, C, K, whole(K), NORM, GROUP, 1,
             )  # fmt: skip
 
 

@@ -73,7 +73,8 @@ class HopperPlan(DeltaPlan):
         """Of the segments of a part, or of all."""
         p = self.tiling
         n_seg, before = (p.n_seg, 0) if part is None else part[:2]
-        flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs
+        flags["DEEP"] = panels * p.B * p.H * n_seg <= p.programs and p.K <= 128
+        flags["BK"] = p.key_tile
         grid = panels, p.B * p.H, n_seg
         flags["NORM"] = self.norms is not None and self.walk_keys[0] == "q"  # copies of others are divided
         return self.kernel_launch(kind, _WARPS, grid, pointers, writes, inputs, counts={"before": before}, **flags)

@@ -21,6 +21,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flexsp.kernels.delta.hopper_states import (
+    complete,
+    keep,
+    leave,
+    loaded,
+    loaded_or,
+    of_chunk,
+    read,
+    readable,
+    rooms,
+    times,
+    unless,
+    write,
+    zeros,
+)
 from flexsp.kernels.gluon import (
     arrived,
     begin,
@@ -30,12 +45,11 @@ from flexsp.kernels.gluon import (
     copy,
     copy_numbers,
     copy_tokens,
-    load_state,
     narrower,
+    nothing,
     numbers,
     operand,
     store,
-    store_state,
     store_turned_tokens,
     tiles,
 )
@@ -57,21 +71,37 @@ def _fetch(
 
     STEPS, EVERY: keys for each row of queries and of `values`.
     """
+    PARTS: gl.constexpr = (K + BK - 1) // BK
     start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
     at = row * n_chunks + c
     zero = gl.minimum(c, 0) * 16  # offsets of rows that depend on c are not kept in registers from chunk to chunk
     copy_tokens(rows.index(to), values, start, length if given else 0, C, 64, stride + zero, EVERY)
     copy(inverses.index(to), inverse + at * C * C, C, C, C, C)
     if GATED == CHANNEL:
-        copy(ks.index(to), k + at * C * K, C, C, K, K + zero)
+        copy(ks[0].index(to), k + at * C * K, C, C, K, K + zero)
         copy_numbers(sums.index(to), decays + at * K, K)
     else:
-        copy(ks.index(to), k + start * k_st, length, C, BK, k_st + zero, width=narrower(K, BK))
+        for n in gl.static_range(PARTS):
+            copy(
+                ks[n].index(to), k + start * k_st + n * BK, length, C, BK, k_st + zero,
+                width=narrower(K - n * BK, BK),
+            )  # fmt: skip
         copy_numbers(betas.index(to), _factors(decays, 1, at, n_chunks, C, GATED, NORM), C)
         if FORWARD:
             _fetch_sums(sums.index(to), at, n_chunks, decays, C, GATED, NORM)
         if READS:
-            copy_tokens(qs.index(to), q, start, length, C, BK, q_st + zero, STEPS, narrower(K, BK))
+            _fetch_queries(qs, to, q, start, length, q_st, zero, C, K, BK, STEPS)
+
+
+@gluon.jit
+def _fetch_queries(
+    qs, to, q, start, length, stride, zero, C: gl.constexpr, K: gl.constexpr, BK: gl.constexpr, STEPS: gl.constexpr
+):  # fmt: skip
+    PARTS: gl.constexpr = (K + BK - 1) // BK
+    for n in gl.static_range(PARTS):
+        copy_tokens(
+            qs[n].index(to), q + n * BK, start, length, C, BK, stride + zero, STEPS, narrower(K - n * BK, BK)
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -104,12 +134,12 @@ def _fetch_later(
         if GATED != CHANNEL and not FORWARD:
             _fetch_sums(sums.index(to), at, n_chunks, decays, C, GATED, NORM)
     if GATED == CHANNEL:
-        copy(ws.index(to), keys + at * C * K, C, C, K, K + zero)
+        copy(ws[0].index(to), keys + at * C * K, C, C, K, K + zero)
     if QUERIES and GATED == CHANNEL:
-        copy(qs.index(to), q + at * C * K, C, C, K, K + zero)
+        copy(qs[0].index(to), q + at * C * K, C, C, K, K + zero)
     elif QUERIES:
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
-        copy_tokens(qs.index(to), q, start, length, C, BK, q_st + zero, STEPS, narrower(K, BK))
+        _fetch_queries(qs, to, q, start, length, q_st, zero, C, K, BK, STEPS)
 
 
 @gluon.jit
@@ -184,16 +214,16 @@ def forward(
         q += b * q_sb + h // GROUP * q_sh
         k += b * k_sb + h // GROUP * k_sh
     v += b * v_sb + h * v_sh + v0
+    PARTS: gl.constexpr = (K + BK - 1) // BK
     SK: gl.constexpr = by_sum(BK)
-    WIDTH: gl.constexpr = narrower(K, BK)
     c0 = seg * per_seg
     c1 = gl.minimum(c0 + per_seg, n_chunks)
     slot = states + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    S = gl.zeros([64, BK], gl.float32, SK)
+    S = zeros(BK, PARTS)
     if ENTERS:
-        S = load_state(slot + v0, 64, BK, V, WIDTH)
+        S = loaded(slot + v0, K, BK, V)
     elif BOUNDARY and not PACKED and not SUMS:
-        S = load_state(initial + row * K * V + v0, 64, BK, V, WIDTH)
+        S = loaded(initial + row * K * V + v0, K, BK, V)
     if SUMS:
         lives = True
         if NONZERO and GATED != CHANNEL:
@@ -207,17 +237,20 @@ def forward(
                 gl.store(transition_nonzero + (b * n_seg + seg) * H + h, lives.to(gl.int32))
             c0 = gl.maximum(c0, c1 - near) if of_state else (c0 if lives else c1)
         rows = v0 + gl.arange(0, 64, gl.SliceLayout(1, SK))
-        unit = rows[:, None] == gl.arange(0, BK, gl.SliceLayout(0, SK))[None, :]
-        S = gl.where(unit & (lives & (not of_state)), 1.0, 0.0)
+        S = nothing()
+        for tile in gl.static_range(PARTS):
+            unit = rows[:, None] == (tile * BK + gl.arange(0, BK, gl.SliceLayout(0, SK)))[None, :]
+            S = S + (gl.where(unit & (lives & (not of_state)), 1.0, 0.0),)
     FIRST: gl.constexpr = 3 if DEEP else 2  # chunks there is room for of what is read first
     THEN: gl.constexpr = 2 if DEEP else 1  # and of the rest
     LATER: gl.constexpr = DEEP or READS or GATED == CHANNEL
     QUERIES: gl.constexpr = READS and (DEEP or GATED == CHANNEL)  # are of the rest
-    ks, vs, inverses = tiles(FIRST, C, BK), tiles(FIRST, C, 64), tiles(FIRST, C, C)
+    ks, vs, inverses = rooms(FIRST, C, BK, PARTS), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     betas, sums = numbers(FIRST, C), numbers(FIRST, K if GATED == CHANNEL else C)
-    qs, pairs = tiles(THEN if QUERIES or not READS else FIRST, C, BK), tiles(THEN, C, C)
+    qs, pairs = rooms(THEN if QUERIES or not READS else FIRST, C, BK, PARTS), tiles(THEN, C, C)
     asks = numbers(THEN, C) if NORM and READS else betas
-    ws = tiles(THEN, C, BK) if GATED == CHANNEL else ks
+    ws = rooms(THEN, C, BK, PARTS) if GATED == CHANNEL else ks
+    room = ks if PARTS == 1 else rooms(1, 64, BK, PARTS)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
@@ -246,14 +279,17 @@ def forward(
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at, place = row * n_chunks + c, row * held + c - before * per_seg
         if PACKED:
-            S = gl.where(first, 0.0, S)
+            S = unless(S, first, PARTS)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
-                if first & of_state:
-                    S = load_state(initial + (doc * H + h) * K * V + v0, 64, BK, V, WIDTH)
-        kc, turned = ks.index(s), inverses.index(s).permute((1, 0))
-        state = operand(S, C)
-        X = begun(state, kc.permute((1, 0)), C)
-        N = begun(vs.index(s).permute((1, 0)), turned, C)
+                if PARTS > 1:
+                    S = loaded_or(S, initial + (doc * H + h) * K * V + v0, first & of_state, K, BK, V)
+                elif first & of_state:
+                    S = loaded(initial + (doc * H + h) * K * V + v0, K, BK, V)
+        kc, turned = of_chunk(ks, s, PARTS), inverses.index(s).permute((1, 0))
+        state = readable(S, room, C, PARTS)
+        X = read(state, kc, C, PARTS)
+        if PARTS == 1:
+            N = begun(vs.index(s).permute((1, 0)), turned, C)
         if DEEP:
             if c + 1 < c1:
                 _fetch_later(
@@ -269,32 +305,39 @@ def forward(
             )  # fmt: skip
         async_copy.commit_group()
         if KEEPS:
-            store(entering + place * V * K + v0 * K, S, 64, 64, BK, K, width=WIDTH)
+            keep(entering + place * V * K + v0 * K, S, room, K, BK)
         from_start = _of_sums(sums.index(s), C, GATED, NORM)
         to_end, decay = _of_gates(sums.index(s), betas.index(s), decays, at, K, C, GATED)
-        X = warpgroup_mma_wait(1, [X])
+        if PARTS == 1:
+            X = warpgroup_mma_wait(1, [X])
+        else:  # a larger state leaves no registers for both while the next chunk is copied
+            X = warpgroup_mma_wait(0, [X])
+            N = begun(vs.index(s).permute((1, 0)), turned, C)
         N = warpgroup_mma(operand(X * -from_start[None, :], C), turned, N, is_async=True)
         if QUERIES or GATED == CHANNEL:
             arrived(3 if DEEP else 1)
         if READS:
-            out = begun(state, qs.index(then if QUERIES else s).permute((1, 0)), C)
-        N = warpgroup_mma_wait(1 if READS else 0, [N])
-        kc = ws.index(then if GATED == CHANNEL else s)
-        S = warpgroup_mma(operand(N * to_end[None, :], BK), kc, S * decay, is_async=True)
+            out = read(state, of_chunk(qs, then if QUERIES else s, PARTS), C, PARTS)
+        N = warpgroup_mma_wait(PARTS if READS else 0, [N])
+        kc = of_chunk(ws, then if GATED == CHANNEL else s, PARTS)
+        S = write(operand(N * to_end[None, :], BK), kc, times(S, decay, PARTS), PARTS)
         if READS:
             if not QUERIES:
                 arrived(1)
-            out = warpgroup_mma_wait(1, [out])
+            out = warpgroup_mma_wait(PARTS, [out])
             if NORM:
                 out = out * asks.index(then).load(gl.SliceLayout(0, by_sum(C)))[None, :]
             elif GATED != CHANNEL:
+                if PARTS > 1:  # loaded once more: no register is left to keep it in
+                    from_start = _of_sums(sums.index(s), C, GATED, NORM)
                 out = out * (from_start * scale)[None, :]
             out = warpgroup_mma(operand(N, C), pairs.index(then).permute((1, 0)), out, is_async=True)
-            S, out = warpgroup_mma_wait(0, [S, out])
+            found = warpgroup_mma_wait(0, S + (out,))
+            S, out = found[:PARTS], found[PARTS]
         else:
             if KEEPS:
                 store(v_new + place * V * C + v0 * C, N, 64, 64, C, C)
-            S = warpgroup_mma_wait(0, [S])
+            S = complete(S, PARTS)
         if LATER and not DEEP:
             gl.thread_barrier()
             if c + 1 < c1:
@@ -308,21 +351,21 @@ def forward(
             store_turned_tokens(to_o, out, start, length, 64, C, H * V, STEPS)
         if PACKED and LEAVES:  # noqa: SIM102 (a constexpr, then a value)
             if last:
-                store_state(final + (doc * H + h) * K * V + v0, S, 64, BK, V, WIDTH)
+                leave(final + (doc * H + h) * K * V + v0, S, K, BK, V)
     arrived(0)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == n_seg - 1:
-            store_state(final + row * K * V + v0, S, 64, BK, V, WIDTH)
+            leave(final + row * K * V + v0, S, K, BK, V)
     if SUMS:
         if of_state:
-            store_state(slot + H * K * V + v0, S, 64, BK, V, WIDTH)
+            leave(slot + H * K * V + v0, S, K, BK, V)
             if seg == 0:
-                edge = gl.zeros([64, BK], gl.float32, SK)
+                edge = zeros(BK, PARTS)
                 if BOUNDARY and not PACKED:
-                    edge = load_state(initial + row * K * V + v0, 64, BK, V, WIDTH)
-                store_state(slot + v0, edge, 64, BK, V, WIDTH)
+                    edge = loaded(initial + row * K * V + v0, K, BK, V)
+                leave(slot + v0, edge, K, BK, V)
         else:
-            store_state(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, 64, BK, K, WIDTH, K - v0)
+            leave(A + ((b * n_seg + seg) * H + h) * K * K + v0, S, K, BK, K, None if K % 64 == 0 else K - v0)
 
 
 @gluon.jit(do_not_specialize=["T", "H", "n_seg", "n_chunks", "per_seg", "before", "held"])
@@ -347,16 +390,16 @@ def backward(
         q += b * q_sb + h // GROUP * q_sh
         k += b * k_sb + h // GROUP * k_sh
     do += b * do_sb + h * do_sh + v0
+    PARTS: gl.constexpr = (K + BK - 1) // BK
     SK: gl.constexpr = by_sum(BK)
-    WIDTH: gl.constexpr = narrower(K, BK)
     c0 = seg * per_seg
     c1 = gl.minimum(c0 + per_seg, n_chunks)
     slot = dstates + ((b * (n_seg + 1) + seg) * H + h) * K * V
-    dS = gl.zeros([64, BK], gl.float32, SK)
+    dS = zeros(BK, PARTS)
     if ENTERS:
-        dS = load_state(slot + H * K * V + v0, 64, BK, V, WIDTH)
+        dS = loaded(slot + H * K * V + v0, K, BK, V)
     elif BOUNDARY and not PACKED and not SUMS:
-        dS = load_state(dfinal + row * K * V + v0, 64, BK, V, WIDTH)
+        dS = loaded(dfinal + row * K * V + v0, K, BK, V)
     if SUMS and GATED == SCALAR:
         c1 = c0 + gl.load(chunks_within_horizon + (gl.num_programs(1) + row) * n_seg + seg)
     elif SUMS and GATED == CHANNEL:
@@ -365,12 +408,13 @@ def backward(
     FIRST: gl.constexpr = 3 if DEEP else 2
     THEN: gl.constexpr = 2 if DEEP else 1
     QUERIES: gl.constexpr = DEEP or GATED == CHANNEL
-    ks, os, inverses = tiles(FIRST, C, BK), tiles(FIRST, C, 64), tiles(FIRST, C, C)
+    ks, os, inverses = rooms(FIRST, C, BK, PARTS), tiles(FIRST, C, 64), tiles(FIRST, C, C)
     betas = numbers(FIRST, C)
     sums = numbers(FIRST, K) if GATED == CHANNEL else numbers(THEN, C)
     asks = numbers(THEN, C) if NORM else betas
-    qs, pairs = tiles(THEN if QUERIES else FIRST, C, BK), tiles(THEN, C, C)
-    ws = tiles(THEN, C, BK) if GATED == CHANNEL else ks
+    qs, pairs = rooms(THEN if QUERIES else FIRST, C, BK, PARTS), tiles(THEN, C, C)
+    ws = rooms(THEN, C, BK, PARTS) if GATED == CHANNEL else ks
+    room = ks if PARTS == 1 else rooms(1, 64, BK, PARTS)
     gl.thread_barrier()
     if c0 < c1:
         _fetch(
@@ -398,13 +442,16 @@ def backward(
         start, length, doc, first, last = chunk_at(table, c, T, C, PACKED)
         at, place = row * n_chunks + c, row * held + c - before * per_seg
         if PACKED:
-            dS = gl.where(last, 0.0, dS)
+            dS = unless(dS, last, PARTS)
             if BOUNDARY:  # noqa: SIM102 (a constexpr, then a value)
-                if last:
-                    dS = load_state(dfinal + (doc * H + h) * K * V + v0, 64, BK, V, WIDTH)
+                if PARTS > 1:
+                    dS = loaded_or(dS, dfinal + (doc * H + h) * K * V + v0, last, K, BK, V)
+                elif last:
+                    dS = loaded(dfinal + (doc * H + h) * K * V + v0, K, BK, V)
         given = os.index(s).permute((1, 0))
-        qc, kc = qs.index(then if QUERIES else s), ws.index(then if GATED == CHANNEL else s)
-        X = begun(operand(dS, C), ks.index(s).permute((1, 0)), C)
+        qc = of_chunk(qs, then if QUERIES else s, PARTS)
+        kc = of_chunk(ws, then if GATED == CHANNEL else s, PARTS)
+        X = read(readable(dS, room, C, PARTS), of_chunk(ks, s, PARTS), C, PARTS)
         if DEEP:
             if c > c0:
                 _fetch_later(
@@ -420,7 +467,7 @@ def backward(
             )  # fmt: skip
         async_copy.commit_group()
         if not SUMS:
-            store(leaving + place * V * K + v0 * K, dS, 64, 64, BK, K, width=WIDTH)
+            keep(leaving + place * V * K + v0 * K, dS, room, K, BK)
         late = s if GATED == CHANNEL else then
         to_end, decay = _of_gates(sums.index(late), betas.index(s), decays, at, K, C, GATED)
         arrived(3 if DEEP else 1)
@@ -428,15 +475,16 @@ def backward(
         X = warpgroup_mma_wait(0, [X]) * to_end[None, :]
         dN = warpgroup_mma(given, pairs.index(then), X, is_async=True)
         if GATED == CHANNEL:
-            dS = warpgroup_mma(given, qc, dS * decay, is_async=True)
+            dS = write(given, qc, times(dS, decay, PARTS), PARTS)
         else:
             of_rows: gl.constexpr = gl.SliceLayout(0, gl.DotOperandLayout(0, SK, 2))
             weights = asks.index(then).load(of_rows) if NORM else gl.convert_layout(from_start * scale, of_rows)
             weighted = given.load(gl.DotOperandLayout(0, SK, 2)).to(gl.float32) * weights[None, :]
-            dS = warpgroup_mma(weighted.to(gl.bfloat16), qc, dS * decay, is_async=True)
-        dN = warpgroup_mma_wait(1, [dN])
+            dS = write(weighted.to(gl.bfloat16), qc, times(dS, decay, PARTS), PARTS)
+        dN = warpgroup_mma_wait(PARTS, [dN])
         y = begun(operand(dN, C), inverses.index(s), C)
-        dS, y = warpgroup_mma_wait(0, [dS, y])
+        found = warpgroup_mma_wait(0, dS + (y,))
+        dS, y = found[:PARTS], found[PARTS]
         if GATED != CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
@@ -445,10 +493,10 @@ def backward(
                     True, QUERIES, GATED, NORM, PACKED, STEPS, False,
                 )  # fmt: skip
             async_copy.commit_group()
-        dS = warpgroup_mma(operand(y * -from_start[None, :], BK), kc, dS, is_async=True)
+        dS = write(operand(y * -from_start[None, :], BK), kc, dS, PARTS)
         if not SUMS:
             store_turned_tokens(dv + (b * T * H + h) * V + v0, y, start, length, 64, C, H * V, 1)
-        dS = warpgroup_mma_wait(0, [dS])
+        dS = complete(dS, PARTS)
         if GATED == CHANNEL and not DEEP:
             gl.thread_barrier()
             if c > c0:
@@ -460,16 +508,16 @@ def backward(
         if PACKED:
             if LEAVES:  # noqa: SIM102 (a constexpr, then a value)
                 if first:
-                    store_state(dinitial + (doc * H + h) * K * V + v0, dS, 64, BK, V, WIDTH)
-            dS = gl.where(first, 0.0, dS)
+                    leave(dinitial + (doc * H + h) * K * V + v0, dS, K, BK, V)
+            dS = unless(dS, first, PARTS)
     arrived(0)
     if SUMS:
-        store_state(slot + v0, dS, 64, BK, V, WIDTH)
+        leave(slot + v0, dS, K, BK, V)
         if seg == n_seg - 1:
-            edge = gl.zeros([64, BK], gl.float32, SK)
+            edge = zeros(BK, PARTS)
             if BOUNDARY and not PACKED:
-                edge = load_state(dfinal + row * K * V + v0, 64, BK, V, WIDTH)
-            store_state(slot + H * K * V + v0, edge, 64, BK, V, WIDTH)
+                edge = loaded(dfinal + row * K * V + v0, K, BK, V)
+            leave(slot + H * K * V + v0, edge, K, BK, V)
     if LEAVES and not PACKED:  # noqa: SIM102 (a constexpr, then a value)
         if seg == 0:
-            store_state(dinitial + row * K * V + v0, dS, 64, BK, V, WIDTH)
+            leave(dinitial + row * K * V + v0, dS, K, BK, V)

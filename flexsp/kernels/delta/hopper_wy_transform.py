@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flexsp.kernels.alike_keys import FEW_KEYS, GOLDEN, NEARER
-from flexsp.kernels.gluon import begin, chunk_at, of_gates, of_outputs, power
+from flexsp.kernels.gluon import begin, chunk_at, nothing, of_gates, of_outputs, power
 from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.primitives import GATE_MIN, LOG2E
 
@@ -45,11 +45,6 @@ _EPS = gl.constexpr(EPS)
 @gluon.jit
 def _add(a, b):
     return a + b
-
-
-@gluon.jit
-def _no_tiles():
-    return ()
 
 
 @gluon.jit
@@ -218,7 +213,7 @@ def inverse(
     gl.thread_barrier()
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     inside = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
-    below, alike = _no_tiles(), gl.zeros([16, 16], gl.float32, _SUMS)
+    below, alike = nothing(), gl.zeros([16, 16], gl.float32, _SUMS)
     for j in gl.static_range(4):
         for i in gl.static_range(j, 4):
             first = tile.slice(16 * i, 16, dim=0).slice(16 * j, 16, dim=1).load(_SUMS)
@@ -251,17 +246,17 @@ def _pairs(q, k, K: gl.constexpr, NORM: gl.constexpr):
     """q_i . k_j and -k_i . k_j of tiles [C, K] in shared memory, as ten blocks each: (0, 0), (1, 0), (1, 1), (2, 0) and
     so on. And if NORM q_i . q_j of the four blocks on the diagonal."""
     zeros = gl.zeros([16, 16], gl.float32, _SUMS)
-    of_queries, of_keys, squares = _no_tiles(), _no_tiles(), _no_tiles()
+    of_queries, of_keys, squares = nothing(), nothing(), nothing()
     for _ in gl.static_range(10):
         of_queries, of_keys = of_queries + (zeros,), of_keys + (zeros,)
     for _ in gl.static_range(4):
         squares = squares + (zeros,)
     for k0 in gl.static_range(0, K, 16):
-        rights = _no_tiles()
+        rights = nothing()
         for j in gl.static_range(4):
             right = k.slice(16 * j, 16, dim=0).slice(k0, 16, dim=1).permute((1, 0))
             rights = rights + (right.load(gl.DotOperandLayout(1, _SUMS, 2)),)
-        more_queries, more_keys, more_squares = _no_tiles(), _no_tiles(), _no_tiles()
+        more_queries, more_keys, more_squares = nothing(), nothing(), nothing()
         for i in gl.static_range(4):
             query = q.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2))
             key = _negative(k.slice(16 * i, 16, dim=0).slice(k0, 16, dim=1).load(gl.DotOperandLayout(0, _SUMS, 2)))
@@ -301,7 +296,7 @@ def _copy_rows(
 @gluon.jit
 def _parts(numbers, layout: gl.constexpr):
     """Numbers of tokens in shared memory, block by block."""
-    found = _no_tiles()
+    found = nothing()
     for i in gl.static_range(4):
         found = found + (numbers.slice(16 * i, 16, dim=0).load(layout),)
     return found
@@ -344,7 +339,7 @@ def _decayed(x, factors, norms, totals, blocks, tile, GATED: gl.constexpr, NORM:
     below = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     factors, norms = _parts(factors, _COLUMNS), _parts(norms, _ROWS)
     rows, columns = _parts(totals, _ROWS), _parts(totals, _COLUMNS)
-    made, alike = _no_tiles(), gl.zeros([16, 16], gl.float32, _SUMS)
+    made, alike = nothing(), gl.zeros([16, 16], gl.float32, _SUMS)
     for n in gl.static_range(4):
         for m in gl.static_range(n, 4):
             pairs = _weighted(x, m, n, factors, norms, rows, columns, below, GATED, NORM)
@@ -378,7 +373,7 @@ def wy_inverse(
     C: gl.constexpr, GATED: gl.constexpr, BOUNDS: gl.constexpr, NORM: gl.constexpr, PACKED: gl.constexpr,
     GROUP: gl.constexpr, STEPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 to 128 channels and chunks of 64
+    """As `flexsp.kernels.delta.wy_transform.wy_inverse`, for bfloat16 keys of 64 channels or more and chunks of 64
     tokens; with gates decays [2, B H, chunks, C] too, e^b and beta e^{b_C - b}. Always with gain.
 
     And scores scale q_i . k_j e^{b_i - b_j} beta_j of queries and keys not after them, [B H, chunks, C, C].

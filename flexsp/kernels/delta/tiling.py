@@ -87,6 +87,11 @@ class Tiling:
         return max(64, 1 << (self.K - 1).bit_length())
 
     @property
+    def key_tile(self) -> int:
+        """Key channels that kernels in Gluon have side by side: all, or tiles of 64, which take fewer registers."""
+        return self.key_block if self.K <= 128 else 64
+
+    @property
     def scanned(self) -> bool:
         """States enter segments from elsewhere."""
         return self.ranks or self.n_seg > 1
@@ -123,7 +128,7 @@ def in_gluon(dtype: torch.dtype, K: int, V: int, gates: int) -> bool:
     """Whether kernels in Gluon run such calls, where they may be launched; `gates` that a token has."""
     if gates > 1:
         return dtype == torch.bfloat16 and {K, V} <= {64, 128}
-    return dtype == torch.bfloat16 and 64 <= K <= 128 and K % 16 == 0 and V % 64 == 0
+    return dtype == torch.bfloat16 and 64 <= K <= MOST and K % 16 == 0 and V % 64 == 0
 
 
 def _choose(dtype: torch.dtype, K: int, V: int, packed: bool, few: bool, copies: bool) -> Tiles:
@@ -202,7 +207,9 @@ def tiling_of(
     copies = gluon and in_gluon(dtype, K, V, gates)
     cut = n_chunks >= LONG and _cut(gates, ranks, copies)
     tiles = _choose(dtype, K, V, n_docs > 0, few=not cut and device.programs >= 2 * B * H, copies=copies)
-    cols, at_once = (64, 2 * device.programs) if tiles.copies else (tiles.output.cols, device.programs)
+    cols, at_once = tiles.output.cols, device.programs
+    if tiles.copies:
+        cols, at_once = 64, device.programs * (2 if K <= 128 else 1)
     wanted = _segments(n_chunks, max(1, B * H * -(-V // cols)), at_once) if cut else 1
     parts = _parts(gates, steps, n_chunks, wanted) if cut and tiles.copies else 1
     per_seg = max(1, -(-n_chunks // max(1, min(n_chunks // _LEAST, wanted * parts))))

@@ -5,6 +5,7 @@
 # make test-tools  of the CPU suite what is about documents, examples, benchmarks, plans, messages and the tests' tools
 # make test-all  the CPU suite with its slow cases
 # make test-fla  the tests of flash-linear-attention's layers and models on CPU, in an environment of their own
+# make test-trl  the tests of TRL's trainers over ranks on CPU, in an environment of their own
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
 #                ARGS="--sample 40": at random, and says what share of the changes is noticed
 # make same-code BASE=commit  whether every kernel is compiled to the same PTX as there; some minutes, no GPU
@@ -36,7 +37,7 @@ BIN  := $(VENV)/bin
 # Most files of torch and transformers are never imported: those that are, Python compiles then.
 PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo demo-hybrid synthetics test test-tools test-all test-fla mutate same-code host-time lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
+.PHONY: demo demo-hybrid synthetics test test-tools test-all test-fla test-trl mutate same-code host-time lint docs test-gpu test-gpu-one test-gpu-ranks sanitize clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -78,6 +79,15 @@ test-all: $(VENV)/.dev
 test-fla:
 	$(MAKE) VENV=.venv-fla .venv-fla/.fla
 	$(MAKE) VENV=.venv-fla test-all ARGS="$(wildcard tests/test_fla*.py) $(ARGS)"
+
+# Where datasets is installed, every process that makes a trainer of transformers imports it.
+test-trl:
+	$(MAKE) VENV=.venv-trl .venv-trl/.trl
+	HF_HUB_OFFLINE=1 $(MAKE) VENV=.venv-trl test-all ARGS="tests/test_transformers_trl.py $(ARGS)"
+
+$(VENV)/.trl: $(VENV)/.dev
+	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[trl]"
+	@touch $@
 
 $(VENV)/.fla: $(VENV)/.dev
 	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[fla]"

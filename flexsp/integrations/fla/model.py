@@ -78,7 +78,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     if not alone:
         later = functools.partial(came_later, len(mixers))
         replace_forward(inner.get_output_embeddings(), head_forward)
-        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, LANGUAGE, None, sp, later))
+        replace_forward(inner, functools.partial(forward_on_shard, _CAUSAL, LANGUAGE, None, sp, later), sp=sp)
     return model
 
 

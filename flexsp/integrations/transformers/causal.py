@@ -19,9 +19,11 @@ from flexsp.integrations.transformers.loss import language_loss, router_loss
 from flexsp.integrations.transformers.running import entered_shard
 
 __all__ = [
-    "LANGUAGE", "LATER", "CausalModel", "Head", "Task", "forward_on_shard", "head_forward", "refuse_training",
-    "run_layers", "take_shard",
+    "LANGUAGE", "LATER", "SCORES", "CausalModel", "Head", "Task", "forward_on_shard", "head_forward",
+    "refuse_training", "run_layers", "take_shard",
 ]  # fmt: skip
+
+SCORES = "flexsp_scores"  # the keyword argument that asks for numbers of single tokens in place of the loss
 
 LATER = "after parallelize: restore the model and parallelize it again"
 
@@ -88,7 +90,8 @@ def take_shard(module: nn.Module, sp: SequenceParallel, kwargs: dict[str, Any]) 
         raise FlexspError(
             f"{type(module).__name__} was handed {KEY} by other code than the model's forward of parallelize. Call the "
             "whole model, not its base model. If you do, something replaced model.forward after parallelize, such as "
-            "use_liger_kernel=True or a trainer of TRL: turn that off (docs/transformers.md, What is refused)"
+            "use_liger_kernel=True or a trainer of TRL: turn that off, or train with SequenceParallelTrainer, which "
+            "trainers of TRL can be combined with (docs/transformers.md)"
         )
     return shard
 
@@ -145,12 +148,15 @@ def _run_language_model(
     config, head = model.config, model.get_output_embeddings()
     if not is_replaced(head):
         raise FlexspError(f"{type(head).__name__} took the place of the model's head {LATER}")
-    labels, counted = call.pop("shift_labels", None), call.pop("num_items_in_batch", shard.counted)
+    labels, counted = call.pop("shift_labels", None), call.pop(_COUNT, shard.counted)
+    scores = call.pop(SCORES, None)
     as_dict = call.pop("return_dict", config.return_dict)
     balanced = causal.router_loss and call.setdefault("output_router_logits", config.output_router_logits)
     outputs = run_layers(causal, base, shard, call)
     found: dict[str, Any] = {name: outputs.get(name) for name in ("hidden_states", "router_logits")}
-    if labels is None:
+    if scores is not None:
+        found = head(outputs.last_hidden_state, loss_of=functools.partial(scores, causal, model, labels)) | found
+    elif labels is None:
         found["logits"] = causal.logits(model, head, outputs.last_hidden_state)
     else:
         found["loss"] = head(
@@ -158,8 +164,10 @@ def _run_language_model(
         )
     if balanced and found["router_logits"]:
         found["aux_loss"] = router_loss(found["router_logits"], model.num_experts, model.num_experts_per_tok, shard)
-        if labels is not None:
+        if "loss" in found:
             found["loss"] = found["loss"] + model.router_aux_loss_coef * found["aux_loss"]
+    if scores is not None:
+        return {name: x for name, x in found.items() if x is not None}
     kind = CausalLMOutputWithPast if found["router_logits"] is None else MoeCausalLMOutputWithPast
     made = kind(**{name: x for name, x in found.items() if x is not None})
     return made if as_dict else made.to_tuple()
@@ -211,7 +219,7 @@ def _arguments(
         fail("arguments", "keywords only (model(**shard(batch, sp)))", f"{len(args)} by position")
     call = {name: x for name, x in kwargs.items() if x is not None}
     taken = _TAKEN if labels is None else (*_TAKEN, labels)
-    taken = (*taken, _COUNT) if labels == LANGUAGE.labels else taken
+    taken = (*taken, _COUNT, SCORES) if labels == LANGUAGE.labels else taken
     for name in [name for name in call if name in _NOTHING and name not in taken]:
         if not any(call[name] is nothing or call[name] == nothing for nothing in _NOTHING[name]):
             fail(name, "nothing beside a shard" if not _NOTHING[name] else repr(_NOTHING[name][0]), repr(call[name]))
@@ -230,10 +238,12 @@ def _arguments(
     if noise is not None and embedding.training and "input_ids" in call:  # NEFTune's hook sees the shard alone
         expected = "None on a cut sequence (the noise would be that of a shorter one, and the same on every rank)"
         fail("neftune_noise_alpha", expected, noise)
+    if SCORES in call and labels not in call:
+        fail("labels", "labels, whose log-probabilities are asked for", None)
     if labels in call:
         causal.check_loss(model)
     if "shift_labels" in call:
-        if shard.keep is not None and getattr(model, "z_loss_coefficient", None):
+        if SCORES not in call and shard.keep is not None and getattr(model, "z_loss_coefficient", None):
             expected = "no zeros with z_loss_coefficient, whose loss counts padding on one rank (leave the mask out)"
             fail("attention_mask", expected, "padding")
         if shard.counted is None and "num_items_in_batch" not in call:

@@ -10,10 +10,11 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
+from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import FlexspError, fail
 from flexsp.nn.exactness import OVER_RANKS
 
-__all__ = ["is_replaced", "replace_forward", "restore", "with_globals"]
+__all__ = ["is_replaced", "ranks_of_model", "replace_forward", "restore", "with_globals", "wrap_forward"]
 
 M = TypeVar("M", bound=nn.Module)
 _MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made, and of its module
@@ -21,7 +22,10 @@ _MARK = "_flexsp_parallelized"  # of a forward that `parallelize` made, and of i
 
 class _Kept:
     """An attribute of a parallelized module that cannot be pickled, since the loaded module would run on each rank's
-    tokens alone."""
+    tokens alone. A model's says over which ranks it runs."""
+
+    def __init__(self, sp: SequenceParallel | None) -> None:
+        self.sp = sp
 
     def __reduce__(self) -> NoReturn:
         raise FlexspError(
@@ -56,11 +60,20 @@ def is_replaced(module: nn.Module) -> bool:
     return hasattr(vars(module).get("forward"), _MARK)
 
 
-def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool = False) -> None:
+def ranks_of_model(model: nn.Module) -> SequenceParallel | None:
+    """The ranks that this model was parallelized over; None if it was not, or if its forward was replaced since."""
+    mark = vars(model).get(_MARK)
+    return mark.sp if isinstance(mark, _Kept) and is_replaced(model) else None
+
+
+def replace_forward(
+    module: nn.Module, run: Callable[..., Any], over_ranks: bool = False, sp: SequenceParallel | None = None
+) -> None:
     """Lets calls of this module run ``run(original, module, *args, **kwargs)``.
 
     Args:
         over_ranks: every call runs over ranks, whatever its arguments.
+        sp: the ranks, where the module is a whole model.
     """
     original = type(module).forward
 
@@ -75,7 +88,15 @@ def replace_forward(module: nn.Module, run: Callable[..., Any], over_ranks: bool
     if over_ranks:
         setattr(forward, OVER_RANKS, True)
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
-    setattr(module, _MARK, _Kept())
+    setattr(module, _MARK, _Kept(sp))
+
+
+def wrap_forward(module: nn.Module, run: Callable[..., Any]) -> None:
+    """Lets calls of a parallelized module run ``run(what they ran, *args, **kwargs)``, until `restore`."""
+    made = functools.partial(run, module.forward)
+    made.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    setattr(made, _MARK, True)
+    module.forward = made
 
 
 def with_globals(

@@ -12,9 +12,30 @@ from torch.utils.checkpoint import checkpoint
 from flexsp.comm.collectives import sum_over_ranks
 from flexsp.integrations.transformers.batch import IGNORED, Shard
 
-__all__ = ["language_loss", "router_loss"]
+__all__ = ["by_blocks", "language_loss", "router_loss"]
 
 _LOGITS = 1 << 26  # logits in a block at most: 256 MiB in float32
+
+
+def by_blocks(
+    of_block: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int,
+    rows: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """``of_block`` of each block of tokens. Only one block's logits are in memory at a time: the backward pass computes
+    them again.
+
+    Args:
+        of_block: from hidden states [n, D] and labels [n].
+        hidden: [B, T_local, D].
+        labels: int64 [B, T_local].
+        vocabulary: logits of a token.
+        rows: tokens of a block; None for as many as 256 MiB of float32 hold.
+    """
+    rows = max(1, _LOGITS // vocabulary) if rows is None else rows
+    blocks = zip(hidden.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True)
+    if not torch.is_grad_enabled():
+        return [of_block(*block) for block in blocks]
+    return [checkpoint(of_block, *block, use_reentrant=False) for block in blocks]
 
 
 def language_loss(
@@ -22,9 +43,7 @@ def language_loss(
     counted: int | float | Tensor, z_loss: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Cross entropy of this rank's tokens divided by ``counted``, times the number of ranks. Its mean over the ranks is
-    the loss of the whole batch.
-
-    Only one block's logits are in memory at a time. The backward pass computes them again.
+    the loss of the whole batch. By blocks of tokens, see `by_blocks`.
 
     Args:
         logits_of: hidden states [n, D] -> logits [n, vocabulary].
@@ -42,12 +61,7 @@ def language_loss(
             found = found + logits.logsumexp(-1).to(found.dtype).square().sum() * (z_loss / shard.kept)
         return found
 
-    rows = max(1, _LOGITS // vocabulary)
-    losses = []
-    for block in zip(hidden.flatten(0, 1).split(rows), labels.flatten().split(rows), strict=True):
-        with_grad = torch.is_grad_enabled()
-        losses.append(checkpoint(block_loss, *block, use_reentrant=False) if with_grad else block_loss(*block))
-    return torch.stack(losses).sum() * shard.sp.world_size
+    return torch.stack(by_blocks(block_loss, hidden, labels, vocabulary)).sum() * shard.sp.world_size
 
 
 def router_loss(router_logits: Sequence[Tensor], experts: int, top_k: int, shard: Shard) -> Tensor:

@@ -76,7 +76,7 @@ def parallelize(model: M, sp: SequenceParallel) -> M:
     if task is LANGUAGE:
         replace_forward(inner.get_output_embeddings(), head_forward)
     base = _layers_of(inner, seam) if task is NONE else None
-    replace_forward(inner, functools.partial(forward_on_shard, seam, task, base, sp, later))
+    replace_forward(inner, functools.partial(forward_on_shard, seam, task, base, sp, later), sp=sp)
     return model
 
 

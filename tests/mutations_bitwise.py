@@ -41,6 +41,12 @@ BITWISE = [
             _PACKED,
         ),
         (
+            "and (packed or not sum(lengths)):",
+            "and packed:",
+            "states of a sequence without tokens do not pass through the op",
+            "tests/test_bitwise.py::test_initial_states_without_tokens",
+        ),
+        (
             "entering = entering if sp.is_first and segments else list(arrived)",
             "entering = entering",
             "ranks do not take the state of the one before",

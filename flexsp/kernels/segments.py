@@ -80,7 +80,7 @@ def run_in_segments(
     empty = make([x if of_all else x.narrow(axis, 0, 0) for x, of_all in zip(tensors, shared, strict=True)])
     what = str(empty.plan.description)
     T = max(x.shape[axis] for x, of_all in zip(tensors, shared, strict=True) if not of_all) // rows
-    call = _Call(what, sp, segments_of(sp, T, what), axis, tuple(shared), make, empty)
+    call = _Call(what, sp, segments_of(sp, sp.lengths_for(T), what), axis, tuple(shared), make, empty)
     o, final = _Function.apply(call, sp.anchor if sp.world_size > 1 else None, initial, *tensors)
     return o, final if want_final and sp.is_last else None
 

@@ -69,13 +69,13 @@ Call = Callable[[Arguments], tuple[torch.Tensor, list[torch.Tensor]]]
 """A call on this rank alone, of one segment: outputs, and all final states."""
 
 
-def segments_of(sp: SequenceParallel, T: int, what: str) -> list[Segment]:
-    """This rank's segments. Collective, as `SequenceParallel.lengths_for`.
+def segments_of(sp: SequenceParallel, lengths: Sequence[int], what: str) -> list[Segment]:
+    """This rank's segments, of shards of these lengths.
 
     Raises:
         ValueError: a shard begins or ends inside of a segment, on all ranks alike.
     """
-    lengths, size, at = sp.lengths_for(T), sp.segment, 0
+    size, at = sp.segment, 0
     for rank, length in enumerate(lengths):
         if length and at % size:
             raise ValueError(
@@ -105,17 +105,16 @@ def run_in_order(
     """
     untransformed(f"{what}: {NAME}", ON_ONE_RANK)
     T = next(iter(tokens.values())).shape[axis]
-    segments = segments_of(sp, T, what)
-    if sp.world_size == 1 and not segments:
-        return call(Arguments(tokens, shared, states, cu_seqlens, False))
+    lengths = sp.lengths_for(T)
+    segments = segments_of(sp, lengths, what)
     without = {name: x.narrow(axis, 0, 0) for name, x in tokens.items()}
     with torch.no_grad():  # looks of outputs and states; and the op refuses bad arguments before anything is sent
         bounds = None if cu_seqlens is None else torch.zeros_like(cu_seqlens)
         no_output, likes = call(Arguments(without, shared, states, bounds, False))
     packed = cu_seqlens is not None
-    if packed and sp.is_last and not segments:  # it has the documents without tokens behind all tokens
-        end = sum(sp.lengths_for(T))
-        segments = [Segment(end, end, end, True)]
+    if sp.is_last and not segments and (packed or not sum(lengths)):
+        # Documents without tokens behind all tokens, or a sequence of none: what the op does to states without a token.
+        segments = [Segment(sum(lengths), sum(lengths), sum(lengths), True)]
     likes = [x[:1] for x in likes] if packed else likes
     chained = sp.world_size > 1
     relays = [Relay(sp, sp.anchor, f"{what} in segments of {sp.segment}{end}") for end in ("", ", parameters")]

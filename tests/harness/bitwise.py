@@ -10,7 +10,7 @@ import torch
 from flexsp import SequenceParallel
 from flexsp.testing.cases import Case, Shape
 
-__all__ = ["BOUNDS", "SEGMENT", "TOTAL", "WHOLE", "differing", "inputs_of", "joined", "leaf", "lengths_of", "run"]
+__all__ = ["BOUNDS", "SEGMENT", "TOTAL", "WHOLE", "differing", "flat", "inputs_of", "joined", "leaf", "lengths_of", "run"]
 
 SEGMENT = 48
 TOTAL = 4 * SEGMENT - 7  # the last segment is short

@@ -215,18 +215,6 @@ def test_arguments_of_one_op() -> None:
 
 def test_what_cannot_keep_its_bits_says_so() -> None:
     sp = SequenceParallel(segment=SEGMENT)
-    x = torch.randn(1, SEGMENT, 8)
-    layers = [
-        flexsp.nn.SimpleGLA(8, num_heads=2), flexsp.nn.GatedDeltaNet(8, head_dim=4, num_heads=2),
-        flexsp.nn.ShortConvolution(8, 4), flexsp.nn.Attention(8, num_heads=2),
-    ]  # fmt: skip
-    for layer in layers:
-        with flexsp.sequence_parallel(sp), pytest.raises(NotAvailable, match="made with bitwise"):
-            layer(x)
-    with pytest.raises(NotAvailable, match=r"SequenceParallelLA: .* made with bitwise"):
-        flexsp.SequenceParallelLA(nn.Linear(8, 8), sp)
-    with flexsp.sequence_parallel(sp), pytest.raises(NotAvailable, match="SimpleGLA: its bits depend"):
-        layers[0](x)
     q = torch.randn(1, SEGMENT, 2, 4)
     dt, A = torch.rand(1, SEGMENT, 2), -torch.rand(2)
     runs = torch.zeros(1, SEGMENT, dtype=torch.int64)

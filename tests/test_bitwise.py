@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import flexsp
 from flexsp import SequenceParallel, ops
-from flexsp.exceptions import NotAvailable
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing.cases import Shape
 from flexsp.testing.compare import relative_error

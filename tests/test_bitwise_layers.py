@@ -149,9 +149,7 @@ def of_a_variant(
     x = {n: leaf((y if n in OVER_TOKENS else y[:, mine]).to(dtype)) for n, y in drawn.items()}
     state, n = made.rows_and_columns(x["q"].shape[-1], x["v"].shape[-1]), len(BOUNDS) - 1 if packed else 2
     initial = torch.randn(n, x["q"].shape[-2], *state).to(torch.promote_types(dtype, torch.float32))
-    if packed:
-        x["initial_state"] = leaf(initial)
-    elif sp is None or sp.is_first:
+    if packed or sp is None or sp.is_first:
         x["initial_state"] = leaf(initial)
     bounds = torch.tensor(BOUNDS) if packed else None
     o, final = made(**x, cu_seqlens=bounds, output_final_state=True, sp=False if sp is None else sp)
@@ -171,8 +169,9 @@ def assert_same_bits(run: Run, *given: Any, of_tokens: tuple[str, ...], dtype: t
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "packed"), quick(list(itertools.product(NAMES, DTYPES, (False, True))), ("mamba2", torch.bfloat16, True)), ids=str
-)
+    ("name", "dtype", "packed"),
+    quick(list(itertools.product(NAMES, DTYPES, (False, True))), ("mamba2", torch.bfloat16, True)), ids=str,
+)  # fmt: skip
 def test_bits_of_layers(name: str, dtype: torch.dtype, packed: bool) -> None:
     assert_same_bits(of_layers, name, dtype, packed, seeded(), of_tokens=("y", "dx"), dtype=dtype)
 

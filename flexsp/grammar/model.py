@@ -289,13 +289,14 @@ class FlexLinearAttention:
         if chunk > 1 and cu_seqlens is not None:
             raise NotAvailable(f"{name}: bitwise is not available for documents whose chunks are part of the model")
         if group.segment % chunk:
-            raise ValueError(f"{name}: expected segments (bitwise) of whole chunks of {chunk} tokens, got {group.segment}")
+            expected = f"segments (bitwise) of whole chunks of {chunk} tokens"
+            raise ValueError(f"{name}: expected {expected}, got {group.segment}")
 
         def call(asked: Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
             state = None if asked.states is None else asked.states[0]
-            how: dict[str, Any] = {"scale": scale, "initial_state": state, "cu_seqlens": asked.bounds, "sp": False}
-            o, final = self(**asked.tokens, **asked.shared, output_final_state=True, **how)
-            return o, [final]
+            x: dict[str, Any] = {**asked.tokens, **asked.shared, "cu_seqlens": asked.bounds}
+            o, final = self(**x, scale=scale, initial_state=state, output_final_state=True, sp=False)
+            return o, [] if final is None else [final]
 
         shapes = self._shapes(given["q"], given["v"])
         shared = {n: x for n, x in given.items() if n in shapes and not shapes[n][1].startswith("[B, T")}

@@ -51,8 +51,8 @@ def by_segments(
         what: the same text on every rank.
         args: tensors, and tuples, lists and dicts of them. Those of two axes and more have rows of tokens along axis 1,
             the first of them a row a token; all others are the same for all segments, and on all ranks.
-        fn: gives tensors, in tuples and so on, whose rows are along axis 1 too. Tensors that do not depend on tokens may
-            be among them.
+        fn: gives tensors, in tuples and so on, whose rows are along axis 1 too. Tensors that do not depend on tokens
+            may be among them.
         shared: tensors of any axes that are the same for all segments, and None.
         reach: the tensors of tokens begin with so many rows of the tokens before, as each segment's do then.
         of_segments: of a `Segment`, further arguments of ``fn`` behind ``shared``, which have no gradients. For callers
@@ -102,7 +102,8 @@ class _Call:
     """
 
     def __init__(
-        self, module: nn.Module | None, fn: Function, args: tuple[Any, ...], shared: Tensors, of_segments: Function | None
+        self, module: nn.Module | None, fn: Function, args: tuple[Any, ...], shared: Tensors,
+        of_segments: Function | None,
     ) -> None:  # fmt: skip
         self._leaves, self._spec = tree_flatten(args)
         self._stage = _Stage(module, fn)
@@ -116,7 +117,7 @@ class _Call:
     def __call__(self, segment: Segment, tokens: Named, copied: Named | None = None) -> Any:
         """What the function gives of a segment, with these copies of parameters, of some of them."""
         copied = {} if copied is None else copied
-        values = self._values | tokens | copied
+        values = {**self._values, **tokens, **copied}
         args = tree_unflatten([values.get(f"argument {i}", x) for i, x in enumerate(self._leaves)], self._spec)
         further = () if self._of_segments is None else self._of_segments(segment)
         swapped = {n: x for n, x in copied.items() if n not in self._values}

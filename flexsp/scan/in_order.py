@@ -254,7 +254,7 @@ def rows_joined(
     like: torch.Tensor, shape: torch.Size, grads: Sequence[Optional], segments: Sequence[Segment], axis: int,
     reach: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of all tokens of those of segments; None is zeros. Rows that two segments were given have the sum."""
+    """The gradient of all tokens of those of segments; None is zeros. Rows that two segments were given have a sum."""
     whole = like.new_zeros(shape)
     for dx, segment in zip(grads, segments, strict=True):
         if dx is not None:

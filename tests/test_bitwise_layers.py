@@ -31,6 +31,7 @@ from tests.harness.bitwise import (
     with_gradients,
 )
 from tests.harness.compiled import SIZES, saturating
+from tests.harness.interpreted import INTERPRETED
 from tests.harness.layers import LAYERS, make
 from tests.marks import quick
 
@@ -174,6 +175,16 @@ def assert_same_bits(run: Run, *given: Any, of_tokens: tuple[str, ...], dtype: t
 )  # fmt: skip
 def test_bits_of_layers(name: str, dtype: torch.dtype, packed: bool) -> None:
     assert_same_bits(of_layers, name, dtype, packed, seeded(), of_tokens=("y", "dx"), dtype=dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gla", "delta", "mamba2"])
+def test_bits_of_layers_in_kernels(name: str) -> None:
+    """Whose ops kernels run for all segments at once."""
+    seed, how = seeded(), {"bitwise": SEGMENT, "env": INTERPRETED, "timeout": 400.0}
+    (one,) = run_ranks(of_layers, 1, (4,), name, torch.bfloat16, False, seed, **how)
+    two = run_ranks(of_layers, 2, (1, 3), name, torch.bfloat16, False, seed, **how)
+    assert differing(one, joined_rows(two, ("y", "dx"))) == []
 
 
 @pytest.mark.parametrize(("dtype", "packed", "cuts"), quick(WAYS, (torch.float32, False, CUTS[:1])))

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import flexsp
 from flexsp import SequenceParallel, ops
@@ -33,7 +35,7 @@ from tests.harness.bitwise import (
 from tests.harness.compiled import SIZES, saturating
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.layers import LAYERS, make
-from tests.marks import quick
+from tests.marks import quick, slow
 
 CUTS = ((2, (1, 3)), (4, (2, 0, 2, 0)))  # ranks, and the segments of each
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -116,6 +118,7 @@ class Model(nn.Module):
 
     def __init__(self, width: int = 11) -> None:
         super().__init__()
+        self.checkpointed = False
         self.embed, self.head = nn.Embedding(30, 2 * width), nn.Linear(2 * width, 30)
         self.head.weight = self.embed.weight
         mixers = Mixer(2 * width), flexsp.nn.SimpleGLA(2 * width, num_heads=2)
@@ -124,7 +127,7 @@ class Model(nn.Module):
     def forward(self, ids: Tensor, bounds: Tensor | None) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x, bounds)
+            x = checkpoint(block, x, bounds, use_reentrant=False) if self.checkpointed else block(x, bounds)
         return self.head(self.norm(x))
 
 
@@ -177,6 +180,33 @@ def test_bits_of_layers(name: str, dtype: torch.dtype, packed: bool) -> None:
     assert_same_bits(of_layers, name, dtype, packed, seeded(), of_tokens=("y", "dx"), dtype=dtype)
 
 
+def trained(sp: SequenceParallel, segments: tuple[int, ...], seed: int) -> Tensors:
+    """The parameters after two steps, the second one with checkpointed blocks."""
+    torch.manual_seed(seed)
+    model, ids, mine = Model(), torch.randint(30, (2, TOTAL + 1)), here(sp, segments)
+    model = flexsp.SequenceParallelLA(model, sp)
+    replicated = DistributedDataParallel(model) if sp.world_size > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for checkpointed in (False, True):
+        model.checkpointed = checkpointed
+        logits, targets = replicated(ids[:, :-1][:, mine], None), ids[:, 1:][:, mine]
+        sp.token_mean(F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: x.detach() for n, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize("cuts", [((2, (1, 3)), (2, (4, 0))), *slow((CUTS[1:],))])
+def test_bits_of_training(cuts: Any) -> None:
+    """By DDP, whose mean of gradients over 2 or 4 ranks is a sum of one with zeros; what is computed again for the
+    backward pass sends the same messages on ranks without tokens."""
+    seed = seeded()
+    one = trained(SequenceParallel(segment=SEGMENT), (4,), seed)
+    for world, segments in cuts:
+        for mine in run_ranks(trained, world, segments, seed, bitwise=SEGMENT, whole_world=True):
+            assert differing(one, mine) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gla", "delta", "mamba2"])
 def test_bits_of_layers_in_kernels(name: str) -> None:
@@ -187,7 +217,8 @@ def test_bits_of_layers_in_kernels(name: str) -> None:
     assert differing(one, joined_rows(two, ("y", "dx"))) == []
 
 
-@pytest.mark.parametrize(("dtype", "packed", "cuts"), quick(WAYS, (torch.float32, False, CUTS[:1])))
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "packed", "cuts"), WAYS)
 def test_bits_of_models(dtype: torch.dtype, packed: bool, cuts: Any) -> None:
     assert_same_bits(of_a_model, dtype, packed, seeded(), of_tokens=("y",), dtype=dtype, cuts=cuts)
 

@@ -23,7 +23,17 @@ from flexsp.comm.derivatives import ON_ONE_RANK, untransformed
 from flexsp.comm.group import SequenceParallel, current_sp
 from flexsp.comm.ranks import ambient
 from flexsp.comm.tracing import outside_graphs
-from flexsp.scan.in_order import NAME, Segment, begin_segments, join_segments, owned, rows_of, segments_of
+from flexsp.scan.in_order import (
+    NAME,
+    Segment,
+    begin_segments,
+    join_segments,
+    look_for_order,
+    owned,
+    rows_of,
+    save_for_order,
+    segments_of,
+)
 from flexsp.scan.relay import Relay
 
 __all__ = ["by_segments", "segments_wanted"]
@@ -170,8 +180,10 @@ class _TogetherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        save_for_order(ctx, anchor)
         return tuple([x.view_as(x) for x in outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        look_for_order(ctx)
         return None, *grads

@@ -24,8 +24,9 @@ from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.relay import Relay
 
 __all__ = [
-    "NAME", "Arguments", "Segment", "begin_segments", "from_message", "in_one_message", "join_segments", "owned",
-    "rows_joined", "rows_of", "run_in_order", "segments_of", "sum_of_segments",
+    "NAME", "Arguments", "Segment", "begin_segments", "from_message", "in_one_message", "join_segments",
+    "look_for_order", "owned", "rows_joined", "rows_of", "run_in_order", "save_for_order", "segments_of",
+    "sum_of_segments",
 ]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
@@ -342,6 +343,7 @@ class _LeaveFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.relay, ctx.number, states, through = relay, relay.sp.number(), tensors[:n], tensors[n:]
+        save_for_order(ctx, anchor)
         ctx.likes = [x.new_empty(()).expand(x.shape) for x in states]
         _, target = relay.sp.neighbours(False)
         relay.send(in_one_message(states), target)
@@ -350,6 +352,7 @@ class _LeaveFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Any, ...]:
         first_only(NAME, ON_ONE_RANK)
+        look_for_order(ctx)
         relay, likes = ctx.relay, ctx.likes
         packed = in_one_message([x.contiguous() for x in likes])
         with relay.sp.answering(ctx.number):
@@ -358,6 +361,17 @@ class _LeaveFunction(torch.autograd.Function):
         arrived = relay.receive(packed, target)
         states = [None] * len(likes) if target is None else [owned(x) for x in from_message(arrived, likes)]
         return None, None, None, *states, *grads
+
+
+def save_for_order(ctx: Any, *tensors: torch.Tensor) -> None:
+    """Saves tensors, at least one. Checkpointed code is computed again where its first saved tensor is looked at: on a
+    rank without tokens too that must be before the messages of the backward pass."""
+    ctx.save_for_backward(*(tensors or (torch.empty(0),)))
+
+
+def look_for_order(ctx: Any) -> Tensors:
+    """What `save_for_order` saved. First statement of a backward pass that sends messages, or leads to some."""
+    return ctx.saved_tensors  # type: ignore[no-any-return]
 
 
 def owned(x: torch.Tensor) -> torch.Tensor:

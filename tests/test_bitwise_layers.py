@@ -287,6 +287,16 @@ def test_ops_are_not_run_on_one_segment() -> None:
         flexsp.SequenceParallelLA(Nested(8, 8), SequenceParallel(segment=SEGMENT))(torch.randn(1, SEGMENT, 8))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any) -> None:
+    layer, sp = make("mamba2", seeded()).float(), SequenceParallel(segment=SEGMENT)
+    x = torch.randn(1, TOTAL, LAYERS["mamba2"][2])
+    with flexsp.sequence_parallel(sp):
+        want = layer(x)
+        with mode():
+            assert torch.equal(layer(x), want)
+
+
 def test_a_step_is_one_token_of_this_rank() -> None:
     layer = make("mamba2", seeded()).float()
     x, cache = torch.randn(1, LAYERS["mamba2"][2]), layer.init_cache(1)

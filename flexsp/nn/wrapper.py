@@ -42,6 +42,10 @@ class SequenceParallelLA(nn.Module):
     ``sequence_parallel(sp)``; else the graph ends there, with a warning. Wrap before DistributedDataParallel,
     fully_shard, torch.compile; copy.deepcopy works; save state_dicts rather than pickled modules. `unwrap` undoes it.
 
+    Over a group made with ``bitwise``, torch's projections, embeddings, norms and activations and the layers of
+    `flexsp.nn` run by segments, so that outputs and gradients have the same bits for any number of ranks; what other
+    code of the model sums up over tokens does not (docs/same-bits.md).
+
     Args:
         layer: the module.
         sp: from `flexsp.init_sequence_parallel`. Wrapping again replaces it.

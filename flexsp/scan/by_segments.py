@@ -136,9 +136,11 @@ class _Call:
 
     def used(self, outputs: Tensors) -> dict[str, torch.Tensor]:
         """The parameters that these tensors depend on, by name: those of the module, and arguments without tokens."""
+        ahead = [_edge(x) for x in outputs if x.requires_grad]
+        if not ahead:
+            return {}
         named = dict(self._stage.named_parameters()) | {n: self._values[n] for n in (*self._others, *self._shared)}
         ends = {_edge(x): n for n, x in named.items() if x is not None and x.requires_grad}
-        ahead = [_edge(x) for x in outputs if x.requires_grad]
         seen = set(ahead)
         while ahead:
             node, _ = ahead.pop()

@@ -287,6 +287,17 @@ def test_ops_are_not_run_on_one_segment() -> None:
         flexsp.SequenceParallelLA(Nested(8, 8), SequenceParallel(segment=SEGMENT))(torch.randn(1, SEGMENT, 8))
 
 
+def test_wrapped_modules_change_their_group() -> None:
+    model, sp, usual = Model(), SequenceParallel(segment=SEGMENT), SequenceParallel()
+    kinds = [type(x) for x in model.modules()]
+    flexsp.SequenceParallelLA(model, sp)
+    assert isinstance(model.head, flexsp.SequenceParallelLA)
+    flexsp.SequenceParallelLA(model, usual)
+    assert {x._flexsp_sp for x in model.modules() if isinstance(x, flexsp.SequenceParallelLA)} == {usual}
+    flexsp.nn.unwrap(model)
+    assert [type(x) for x in model.modules()] == kinds
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Any) -> None:
     layer, sp = make("mamba2", seeded()).float(), SequenceParallel(segment=SEGMENT)

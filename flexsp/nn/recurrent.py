@@ -14,7 +14,7 @@ from flexsp.exceptions import check_flags, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution, SideBySide
 from flexsp.nn.norm import accumulation_dtype, check_input
 from flexsp.ops._validate import MAX_HEAD_DIM
-from flexsp.scan.by_segments import by_segments
+from flexsp.scan.by_segments import by_segments, segments_wanted
 from flexsp.scan.tokens import without_tail
 
 Op = Callable[..., tuple[Tensor, Any]]
@@ -149,7 +149,9 @@ class RecurrentLayer(nn.Module):
         self, what: str, fn: Callable[..., Any], *args: Any, is_step: bool, shared: Sequence[Tensor] = ()
     ) -> Any:
         """``fn(*args, *shared)``, which treats tokens one by one; over groups made with ``bitwise`` by segments."""
-        return fn(*args, *shared) if is_step else by_segments(self, what, fn, *args, shared=shared)
+        if is_step or segments_wanted() is None:  # asked for here, which is quicker
+            return fn(*args, *shared)
+        return by_segments(self, what, fn, *args, shared=shared)
 
     def _projected(self, x: Tensor) -> Any:
         """The first projections of x [B, T, D], side by side."""

@@ -179,7 +179,7 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
     modules = [
         module for module in layer.modules()
         if module is layer or (own_classes(module) and module not in apart)
-        or (sp.segment > 0 and isinstance(module, _TOKENWISE))
+        or (sp.segment > 0 and isinstance(module, _TOKENWISE)) or isinstance(module, SequenceParallelLA)
     ]  # fmt: skip
     for module, bound in [(module, _bound_class(module)) for module in modules]:  # all of them, or none
         _bind(module, bound, sp)

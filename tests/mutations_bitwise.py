@@ -9,6 +9,8 @@ __all__ = ["BITWISE"]
 _BITS = "tests/test_bitwise.py::test_bits_do_not_depend_on_ranks"
 _PACKED = f"{_BITS}[gla-torch.float64-True]"
 _SHARED = f"{_BITS}[mamba2_groups-torch.float16-False]"
+_OF_LAYERS = "tests/test_bitwise_layers.py"
+_TRAINING = f"{_OF_LAYERS}::test_bits_of_training"
 _KERNELS = "tests/test_bitwise.py::test_bits_of_kernels_do_not_depend_on_ranks[gamma-torch.bfloat16]"
 
 BITWISE = [
@@ -39,6 +41,24 @@ BITWISE = [
             "(self.begin < segment.stop)",
             "documents without tokens at the end have no final states",
             _PACKED,
+        ),
+        (
+            "and (packed or not sum(lengths)):",
+            "and packed:",
+            "states of a sequence without tokens do not pass through the op",
+            "tests/test_bitwise.py::test_initial_states_without_tokens",
+        ),
+        (
+            "    return ctx.saved_tensors  # type",
+            "    return ()  # type",
+            "ranks without tokens send before they compute again",
+            _TRAINING,
+        ),
+        (
+            "mine.copy_(dx) if reach == 0 else mine.add_(dx)",
+            "mine.copy_(dx)",
+            "tokens that two segments read have the gradient of one",
+            f"{_OF_LAYERS}::test_bits_of_layers",
         ),
         (
             "entering = entering if sp.is_first and segments else list(arrived)",
@@ -104,10 +124,64 @@ BITWISE = [
     *_in(
         "flexsp/comm/group.py",
         (
-            "if found is not None and found.segment and not (keeps_bits or ambient.keeps_bits):",
-            "if found is not None and found.segment < 0:",
-            "layers run over a group that was made with bitwise",
-            "tests/test_bitwise.py::test_what_cannot_keep_its_bits_says_so",
+            "if not (keeps_bits or ambient.keeps_bits):",
+            "if found.segment < 0:",
+            "softmax attention runs over a group that was made with bitwise",
+            f"{_OF_LAYERS}::test_what_cannot_keep_its_bits_says_so",
+        ),
+        (
+            "if ambient.in_segment:",
+            "if found.segment < 0:",
+            "an op takes a segment for all tokens of its rank",
+            f"{_OF_LAYERS}::test_ops_are_not_run_on_one_segment",
+        ),
+    ),
+    *_in(
+        "flexsp/scan/by_segments.py",
+        (
+            "return sp if sp is not None and sp.segment and not ambient.in_segment else None",
+            "return None",
+            "projections are computed of whole shards",
+            f"{_OF_LAYERS}::test_bits_of_layers",
+        ),
+        (
+            "        new = {edge for edge in node.next_functions if edge[0] is not None} - seen\n",
+            "        new = set()\n",
+            "parameters are not found, and each rank has its own gradient",
+            f"{_OF_LAYERS}::test_bits_of_layers",
+        ),
+        (
+            "rows = {n: owned(x.narrow(*rows_of(x, segment, segments, _AXIS, reach))) for n, x in others.items()}",
+            "rows = {n: owned(x.narrow(*rows_of(x, segments[0], segments, _AXIS, reach))) for n, x in others.items()}",
+            "every segment has the first one's numbers of tokens",
+            _TRAINING,
+        ),
+    ),
+    *_in(
+        "flexsp/nn/wrapper.py",
+        (
+            "if self._flexsp_sp.segment and isinstance(self, _TOKENWISE):",
+            "if False:",
+            "PyTorch's modules in a model run on whole shards",
+            _TRAINING,
+        ),
+    ),
+    *_in(
+        "flexsp/grammar/model.py",
+        (
+            "if chunk > 1 and cu_seqlens is not None:",
+            "if False:",
+            "segments cut the blocks of documents",
+            f"{_OF_LAYERS}::test_what_cannot_keep_its_bits_says_so",
+        ),
+    ),
+    *_in(
+        "flexsp/compiler/in_segments.py",
+        (
+            "if made.program.disagrees is not None and cu_seqlens is not None:",
+            "if False:",
+            "segments cut the chunks of documents",
+            f"{_OF_LAYERS}::test_what_cannot_keep_its_bits_says_so",
         ),
     ),
     *_in(

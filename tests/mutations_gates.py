@@ -217,7 +217,8 @@ GATES = [
     ),
     *_in(
         "flexsp/nn/recurrent.py",
-        ("without_tail(y, cu_seqlens, resolve_sp(None))", "y", "a bias stands behind the last document",
+        ("without_tail(y, cu_seqlens, resolve_sp(None, keeps_bits=True))", "y",
+         "a bias stands behind the last document",
          "tests/test_layers.py::test_tokens_behind_the_last_document"),
         ("return convolution(x, cu_seqlens), None", "return convolution(x, None), None",
          "convolutions reach across documents", "tests/test_gated_layers.py::test_documents_are_separate"),

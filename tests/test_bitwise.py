@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import flexsp
 from flexsp import SequenceParallel, ops
-from flexsp.exceptions import NotAvailable
 from flexsp.launch.bootstrap import init_sequence_parallel
 from flexsp.testing.cases import Shape
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import RankFailure, run_ranks
 from flexsp.variants import simple_gla
-from tests.harness.bitwise import BOUNDS, SEGMENT, TOTAL, differing, inputs_of, joined, leaf, lengths_of, run
+from tests.harness.bitwise import BOUNDS, SEGMENT, TOTAL, differing, flat, inputs_of, joined, leaf, lengths_of, run
 from tests.harness.interpreted import INTERPRETED
 from tests.harness.ops import ALL, PARALLEL
-from tests.marks import quick
+from tests.marks import quick, slow
 
 CUTS = {1: ((4,),), 2: ((2, 2), (1, 3)), 4: ((1, 1, 1, 1), (2, 0, 2, 0))}  # segments of each rank
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -214,18 +212,6 @@ def test_arguments_of_one_op() -> None:
 
 def test_what_cannot_keep_its_bits_says_so() -> None:
     sp = SequenceParallel(segment=SEGMENT)
-    x = torch.randn(1, SEGMENT, 8)
-    layers = [
-        flexsp.nn.SimpleGLA(8, num_heads=2), flexsp.nn.GatedDeltaNet(8, head_dim=4, num_heads=2),
-        flexsp.nn.ShortConvolution(8, 4), flexsp.nn.Attention(8, num_heads=2),
-    ]  # fmt: skip
-    for layer in layers:
-        with flexsp.sequence_parallel(sp), pytest.raises(NotAvailable, match="made with bitwise"):
-            layer(x)
-    with pytest.raises(NotAvailable, match=r"SequenceParallelLA: .* made with bitwise"):
-        flexsp.SequenceParallelLA(nn.Linear(8, 8), sp)
-    with flexsp.sequence_parallel(sp), pytest.raises(NotAvailable, match="SimpleGLA: its bits depend"):
-        layers[0](x)
     q = torch.randn(1, SEGMENT, 2, 4)
     dt, A = torch.rand(1, SEGMENT, 2), -torch.rand(2)
     runs = torch.zeros(1, SEGMENT, dtype=torch.int64)
@@ -288,3 +274,59 @@ def test_bits_are_the_same_from_call_to_call(dtype: torch.dtype) -> None:
     for case in ALL.values():
         given = inputs_of(case, dtype, False, seeded())
         assert differing(run(None, case, given), run(None, case, given)) == []
+
+
+FEW = ["mlstm", "rg_lru", "simple_gla"]
+
+
+def of_no_tokens(sp: SequenceParallel | None, names: list[str], docs: int, seed: int) -> dict[str, list[torch.Tensor]]:
+    """Of each op, the gradients of its initial states where no rank has a token; zeros for ranks that give none."""
+    found = {}
+    for name in names:
+        made = ALL[name].inputs(Shape(B=1 if docs else 2, T=0, H=2, K=6, V=5, states=docs or 2), seed)
+        given = {n: leaf(x.double() if torch.is_tensor(x) and x.is_floating_point() else x) for n, x in made.items()}
+        states = flat(given.get("initial_state"))
+        if not states:
+            continue
+        others = [x for x in flat([*given.values()]) if torch.is_tensor(x) and x.requires_grad]
+        if docs:
+            given["cu_seqlens"] = torch.zeros(docs + 1, dtype=torch.int64)
+        elif sp is not None and not sp.is_first:
+            del given["initial_state"]
+        o, final = ALL[name].op(**given, output_final_state=True, sp=False if sp is None else sp)
+        loss = o.sum() + sum((x.sin().sum() for x in flat(final)), torch.zeros(()))
+        torch.autograd.backward(loss, inputs=others)
+        found[name] = [torch.zeros_like(x) if x.grad is None else x.grad for x in states]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("names", "world", "docs", "bitwise"),
+    [
+        *((FEW, 2, docs, SEGMENT) for docs in (0, 3)),
+        *slow(*itertools.product(([*ALL],), (1, 2, 4), (0, 3), (False, SEGMENT))),
+    ],
+)
+def test_initial_states_without_tokens(names: list[str], world: int, docs: int, bitwise: int) -> None:
+    """They have the gradients that they have on one rank without bitwise, whatever the number of ranks."""
+    seed = seeded()
+    one = of_no_tokens(None, names, docs, seed)
+    assert "mlstm" in one
+    by_rank = run_ranks(of_no_tokens, world, names, docs, seed, bitwise=bitwise)
+    for name, want in one.items():
+        got = [sum(some[1:], some[0]) for some in zip(*(found[name] for found in by_rank), strict=True)]
+        assert [relative_error(x, y) < EXACT for x, y in zip(got, want, strict=True)] == [True] * len(want), name
+
+
+def test_no_token_of_mlstm_is_as_one_that_changes_nothing() -> None:
+    q, states = torch.randn(1, 1, 2, 3).double(), [torch.randn(1, 2, *x).double() for x in ((3, 4), (3,), (1,))]
+    grads = []
+    for T in (0, 1):
+        C, n, m = (leaf(x) for x in states)
+        keeps, writes = torch.full((1, T, 2), 1e4).double(), torch.full((1, T, 2), -torch.inf).double()
+        _, final = ops.chunk_mlstm(
+            q[:, :T], q[:, :T], q[:, :T, :, :1].expand(-1, -1, -1, 4), writes, keeps, head_first=False, c_initial=C,
+            n_initial=n, m_initial=m, return_last_states=True, sp=SequenceParallel(segment=SEGMENT),
+        )  # fmt: skip
+        grads.append(torch.autograd.grad(sum(x.sin().sum() for x in final), [C, n, m]))
+    assert max(relative_error(x, y) for x, y in zip(*grads, strict=True)) < EXACT

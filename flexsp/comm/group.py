@@ -279,8 +279,16 @@ def resolve_sp(sp: SequenceParallel | bool | None, keeps_bits: bool = False) -> 
             (``bitwise``) raises NotAvailable.
     """
     found = _resolved(sp)
-    if found is not None and found.segment and not (keeps_bits or ambient.keeps_bits):
-        refuse_bitwise(found, "a call" if torch.compiler.is_compiling() else _who_asks(2)[0])
+    if found is None or not found.segment:
+        return found
+    who = "a call" if torch.compiler.is_compiling() else _who_asks(2)[0]
+    if ambient.in_segment:
+        raise NotAvailable(
+            f"{who}: it is called in a module that treats tokens one by one, which a group made with bitwise gives one "
+            "segment at a time. Call it beside that module"
+        )
+    if not (keeps_bits or ambient.keeps_bits):
+        refuse_bitwise(found, who)
     return found
 
 

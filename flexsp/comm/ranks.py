@@ -45,6 +45,7 @@ class _Ambient(threading.local):
         self.sp: Any = None  # None, or a SequenceParallel
         self.entered: FrameType | None = None
         self.keeps_bits = False  # the op that runs now gives the same bits for any number of ranks
+        self.in_segment = False  # what runs now is given one segment (`flexsp.scan.by_segments`)
 
 
 ambient = _Ambient()

@@ -42,6 +42,8 @@ def run(
         raise NotAvailable(f"{name}: bitwise is not available with autotune, whose plans depend on times")
     if chunk and group.segment % chunk:
         raise ValueError(f"{name}: expected segments (bitwise) of whole chunks of {chunk} tokens, got {group.segment}")
+    if made.program.disagrees is not None and cu_seqlens is not None:
+        raise NotAvailable(f"{name}: bitwise is not available for documents whose chunks are part of the model")
     tokens, params, batched = made._sorted(inputs)
     given = [inputs[x] for x in made.names]
     if cu_seqlens is None and plain(*given, prev_s) and made._has_kernels(inputs, prev_s, None):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel, ranks_call, resolve_sp
-from flexsp.comm.tracing import constant_in_graphs
+from flexsp.comm.tracing import constant_in_graphs, outside_graphs
 from flexsp.compiler import LinearAttention, torch_compile
+from flexsp.exceptions import NotAvailable
 from flexsp.grammar import programs
 from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
@@ -24,6 +25,7 @@ from flexsp.grammar.transition import Transition, one_step_gd
 from flexsp.kernels import gates
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
+from flexsp.scan.in_order import Arguments, run_in_order
 
 if TYPE_CHECKING:
     from flexsp.grammar.mask import Factors, Mask
@@ -237,13 +239,16 @@ class FlexLinearAttention:
         """
         check.check_flag("output_final_state", output_final_state)
         self._check(q, k, v, given)
-        group, sizes = resolve_sp(sp), (q.shape[-2], q.shape[-1], v.shape[-1])
+        group, sizes = resolve_sp(sp, keeps_bits=True), (q.shape[-2], q.shape[-1], v.shape[-1])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
         state = self.rows_and_columns(*sizes[1:])
         states = (check.number_of_states(q.shape[0], cu_seqlens), sizes[0], *state)
         dims = "[N, H, K, V]" if state == sizes[1:] else "[N, H, K + rows, V + columns]"
         check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
         scale = check.check_scale(scale, q.shape[-1])
+        if group is not None and group.segment:
+            tokens = {"q": q, "k": k, "v": v} | given
+            return self._in_segments(group, tokens, scale, initial_state, output_final_state, cu_seqlens)
         dtype = v.dtype
         q, k, v = self._widened(q, k, v)
         summed = "theta" in given or self._keeps_angle or self.mask is not None or self._objective is not None
@@ -269,6 +274,38 @@ class FlexLinearAttention:
         if group is not None and several:
             _, o, final = share_backward(group, o, final)
         return o.to(dtype), final if output_final_state else None
+
+    @outside_graphs("bitwise: a call over a group that was made with bitwise is no part of a graph")
+    def _in_segments(
+        self, group: SequenceParallel, given: Tensors, scale: float, initial: torch.Tensor | None, want_final: bool,
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """A call over a group that was made with ``bitwise``: one segment after the other, each from the final state
+        of the one before."""
+        name = type(self).__name__
+        if self.mask is not None:
+            raise NotAvailable(f"{name}: bitwise is not available for custom_mask, whose positions no state holds")
+        chunk = getattr(self.transition, "block", None) or getattr(self._custom, "chunk_size", None) or 1
+        if chunk > 1 and cu_seqlens is not None:
+            raise NotAvailable(f"{name}: bitwise is not available for documents whose chunks are part of the model")
+        if group.segment % chunk:
+            expected = f"segments (bitwise) of whole chunks of {chunk} tokens"
+            raise ValueError(f"{name}: expected {expected}, got {group.segment}")
+
+        def call(asked: Arguments) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            state = None if asked.states is None else asked.states[0]
+            x: dict[str, Any] = {**asked.tokens, **asked.shared, "cu_seqlens": asked.bounds}
+            o, final = self(**x, scale=scale, initial_state=state, output_final_state=True, sp=False)
+            return o, [] if final is None else [final]
+
+        shapes = self._shapes(given["q"], given["v"])
+        shared = {n: x for n, x in given.items() if n in shapes and not shapes[n][1].startswith("[B, T")}
+        tokens = {n: x for n, x in given.items() if n not in shared}
+        kinds = self.decay.kind, self.features.kind, self.transition.kind
+        what = f"{name} ({', '.join(kinds)}) on {str(given['q'].dtype)}{'' if cu_seqlens is None else ', packed'}"
+        states = None if initial is None else [initial]
+        o, final = run_in_order(call, what, group, tokens, shared, states, cu_seqlens)
+        return o, final[0] if final is not None and want_final else None
 
     def _widened(self, *rows: torch.Tensor) -> list[torch.Tensor]:
         """Rows in the dtype that they are computed in: float32 at least where angles have gradients. Each is a sum over
@@ -342,6 +379,18 @@ class FlexLinearAttention:
         tokens |= found
         return *sizes, scale, tuple(sorted(found)), self.fallback
 
+    def _shapes(self, q: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes of further inputs, and what they are called, by name; those of masks are elsewhere."""
+        (B, T, *_, H, K), owner = q.shape, self._custom or self._objective
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "decay": ((B, T, H, K), "[B, T, H, K]") if self.decay.vector else ((B, T, H), "[B, T, H]"),
+            "A": ((H,), "[H]"),
+            "theta": ((B, T, H, K // 2), "[B, T, H, K/2]"),
+            "beta": ((B, T, H), "[B, T, H]"),
+            "trap": ((B, T, H), "[B, T, H]"),
+        }
+        return shapes if owner is None else shapes | owner.shapes(q, v)
+
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Tensors) -> None:
         if given.keys() != set(self.inputs):
             raise ValueError(f"inputs: expected {sorted(self.inputs)} besides q, k and v, got {sorted(given)}")
@@ -367,16 +416,7 @@ class FlexLinearAttention:
                 check.fail(name, "one row, head and channel at least", list(q.shape if name == "q" else v.shape))
         if self._objective is not None:
             self._objective.check(q, v)
-        shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "decay": ((B, T, H, K), "[B, T, H, K]") if self.decay.vector else ((B, T, H), "[B, T, H]"),
-            "A": ((H,), "[H]"),
-            "theta": ((B, T, H, K // 2), "[B, T, H, K/2]"),
-            "beta": ((B, T, H), "[B, T, H]"),
-            "trap": ((B, T, H), "[B, T, H]"),
-        }
-        owner = self._custom or self._objective
-        if owner is not None:
-            shapes |= owner.shapes(q, v)
+        shapes = self._shapes(q, v)
         if self.mask is not None:
             self.mask.check(given, q)
         for name in (*self.decay.inputs, *self.features.inputs, *self.transition.inputs):

@@ -26,9 +26,11 @@ from flexsp.scan.in_order import (
     Segment,
     from_message,
     in_one_message,
+    look_for_order,
     owned,
     rows_joined,
     rows_of,
+    save_for_order,
     segments_of,
     sum_of_segments,
 )  # fmt: skip
@@ -80,7 +82,7 @@ def run_in_segments(
     empty = make([x if of_all else x.narrow(axis, 0, 0) for x, of_all in zip(tensors, shared, strict=True)])
     what = str(empty.plan.description)
     T = max(x.shape[axis] for x, of_all in zip(tensors, shared, strict=True) if not of_all) // rows
-    call = _Call(what, sp, segments_of(sp, T, what), axis, tuple(shared), make, empty)
+    call = _Call(what, sp, segments_of(sp, sp.lengths_for(T), what), axis, tuple(shared), make, empty)
     o, final = _Function.apply(call, sp.anchor if sp.world_size > 1 else None, initial, *tensors)
     return o, final if want_final and sp.is_last else None
 
@@ -122,14 +124,14 @@ class _Function(torch.autograd.Function):
         o = torch.cat(outputs, call.axis) if outputs else call.empty.empty(*call.empty.out, dtype=call.empty.dtype)
         ctx.made, ctx.shapes, ctx.state = made, [(x.shape, x.dtype) for x in tensors], state.shape
         ctx.has_initial = initial is not None
-        ctx.save_for_backward(*[x for part in parts for x in part], *[saved for _, _, saved in begun])
+        save_for_order(ctx, *[x for part in parts for x in part], *[saved for _, _, saved in begun])
         return o, state.clone()
 
     @staticmethod
     def backward(ctx: Any, do: Optional, dfinal: Optional) -> Any:
         first_only(NAME, IN_PYTORCH)
         call, made, n = ctx.call, ctx.made, len(ctx.shapes)
-        device, kept = call.empty.device, ctx.saved_tensors
+        device, kept = call.empty.device, look_for_order(ctx)
         parts = [kept[i * n : (i + 1) * n] for i in range(len(made))]
         wants = ctx.needs_input_grad[3:]
         names = frozenset(name for name, wanted in zip(call.empty.names, wants, strict=True) if wanted)

@@ -65,10 +65,11 @@ def init_sequence_parallel(
         timeout_s: seconds until a silent peer ends in `PeerTimeout`, default FLEXSP_TIMEOUT_S or 120. A rank that
             compiles kernels is silent meanwhile.
         device: where this rank computes; default cuda:LOCAL_RANK if there is CUDA, else the CPU.
-        bitwise: ops give the same bits for any number of ranks: outputs, final states and gradients. Sequences are cut
-            into segments of 1024 tokens, or of as many as this says, and states go through one after the other. Shards
-            must be whole segments, but for the end of the sequence. Ranks take longer then; what cannot keep its bits,
-            such as layers, raises NotAvailable (docs/same-bits.md).
+        bitwise: ops, layers and models in `SequenceParallelLA` give the same bits for any number of ranks: outputs,
+            final states and gradients. Sequences are cut into segments of 1024 tokens, or of as many as this says, and
+            states go through one after the other. Shards must be whole segments, but for the end of the sequence. Ranks
+            take longer then; what cannot keep its bits, such as softmax attention, raises NotAvailable
+            (docs/same-bits.md).
 
     Raises:
         ValueError: an unknown transport or schedule, another schedule than "chain" with ``bitwise``, a mesh with

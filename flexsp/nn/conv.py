@@ -15,6 +15,8 @@ from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_flag, check_integer, check_number, fail
 from flexsp.nn.norm import FLOATS, accumulation_dtype, check_input
 from flexsp.ops._validate import check_cu_seqlens, check_tensor
+from flexsp.scan.by_segments import by_segments
+from flexsp.scan.in_order import Segment
 from flexsp.scan.tokens import tokens_before
 
 
@@ -95,18 +97,33 @@ def convolve(
     Behind the last document outputs and gradients are 0. Channels are independent, so several convolutions are one
     with their weights concatenated, and ranks exchange one halo.
     """
-    sp = resolve_sp(None)
+    sp = resolve_sp(None, keeps_bits=True)
     if since is None:
         check_cu_seqlens(cu_seqlens, None, x, "x", sp)
         since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
     else:
         check_tensor("since", since, (x.shape[1],), "[T]", dtypes=(torch.int64,), device=x.device)
     reach = weight.shape[1] - 1
+    if sp is not None and reach > sp.segment > 0:
+        fail("bitwise", f"segments of at least the {reach} tokens before that a convolution reads", sp.segment)
     if sp is not None and reach:
         _, x, weight, bias = share_backward(sp, x, weight, bias)
         x = torch.cat([tokens_before(x, reach, sp), x], dim=1)
     elif reach:
         x = torch.cat([x.new_zeros(x.shape[0], reach, x.shape[2]), x], dim=1)
+
+    if sp is None or not sp.segment:
+        return _convolved(x, weight, bias, since)
+
+    def of_segment(segment: Segment) -> tuple[Tensor | None]:
+        at = slice(segment.start - segment.begin, segment.stop - segment.begin)
+        return (None if since is None else since[at],)
+
+    return by_segments(None, "convolution", _convolved, x, shared=(weight, bias), reach=reach, of_segments=of_segment)  # type: ignore[no-any-return]
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, since: Tensor | None) -> Tensor:
+    """`convolve` of x with the tokens before that the first ones read."""
     y = _biased(_taps(x, weight, since), bias)
     return y if since is None else y.masked_fill((since < 0)[None, :, None], 0.0)
 
@@ -211,7 +228,7 @@ class ShortConvolution(nn.Module):
         return torch.zeros(batch, self.dim, self.width, dtype=dtype, device=self.weight.device)
 
     def _activate(self, y: Tensor) -> Tensor:
-        return F.silu(y) if self.activation == "silu" else y
+        return by_segments(None, "activation", F.silu, y) if self.activation == "silu" else y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         weight = state_dict.get(prefix + "weight")

@@ -224,10 +224,12 @@ class Mamba2(RecurrentLayer):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.num_heads, self.state_size, self.head_dim
 
-    def _mixed(self, x: Tensor, *how: Any) -> tuple[Any, Tensor | None]:
-        sizes = [self.inner_size, self.conv1d.dim, self.num_heads]
-        z, mixed, dt = _project(self.in_proj, x).split(sizes, dim=-1)
-        mixed, conv_cache = self._convolved(mixed, *how)
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return _project(self.in_proj, x).split([self.inner_size, self.conv1d.dim, self.num_heads], dim=-1)
+
+    def _convolved(self, x: Any, *how: Any) -> tuple[Any, Tensor | None]:
+        z, mixed, dt = x
+        mixed, conv_cache = super()._convolved(mixed, *how)
         return (z, mixed, dt), conv_cache
 
     def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:

@@ -102,9 +102,12 @@ class Mamba(RecurrentLayer):
     def _state_shape(self, batch: int) -> tuple[int, ...]:
         return batch, self.inner_size, self.state_size
 
-    def _mixed(self, x: Tensor, *how: Any) -> tuple[Any, Tensor | None]:
-        mixed, z = _project(self.in_proj, x).chunk(2, dim=-1)
-        mixed, conv_cache = self._convolved(mixed, *how)
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return _project(self.in_proj, x).chunk(2, dim=-1)
+
+    def _convolved(self, x: Any, *how: Any) -> tuple[Any, Tensor | None]:
+        mixed, z = x
+        mixed, conv_cache = super()._convolved(mixed, *how)
         return (mixed, z), conv_cache
 
     def _arguments(self, mixed: Any, x: Tensor, *context: Any) -> tuple[dict[str, Any], Any]:

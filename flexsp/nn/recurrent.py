@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from flexsp.exceptions import check_flags, check_integer, check_number, fail
 from flexsp.nn.conv import ShortConvolution, SideBySide
 from flexsp.nn.norm import accumulation_dtype, check_input
 from flexsp.ops._validate import MAX_HEAD_DIM
+from flexsp.scan.by_segments import by_segments, segments_wanted
 from flexsp.scan.tokens import without_tail
 
 Op = Callable[..., tuple[Tensor, Any]]
@@ -34,7 +35,7 @@ class LayerCache(NamedTuple):
 class RecurrentLayer(nn.Module):
     """A layer around an op of `flexsp.ops`. A call has four steps:
 
-    1. `_mixed` projects x and, where the layer has a short convolution, convolves the result.
+    1. `_mixed` projects x (`_projected`) and, where the layer has a short convolution, convolves the result.
     2. `_arguments` makes the op's arguments of it.
     3. The op runs over the whole sequence, or token by token.
     4. `_output` applies the norm, the gate and the last projection.
@@ -102,10 +103,9 @@ class RecurrentLayer(nn.Module):
         """y, the new cache or None, and what `_arguments` left for `_output`."""
         check_input("x", x, (None, None, self.hidden_size))
         self._check_context(x, *context)
-        resolve_sp(None)  # which refuses a group made with bitwise, before any message
         if cache is None:
             y, _, for_output = self._run(x, None, context, cu_seqlens)
-            return without_tail(y, cu_seqlens, resolve_sp(None)), None, for_output
+            return without_tail(y, cu_seqlens, resolve_sp(None, keeps_bits=True)), None, for_output
         self._check_cache(cache, x.shape[0])
         _refuse_cache_under_sp(cu_seqlens)
         return self._run(x, cache, context)
@@ -123,14 +123,15 @@ class RecurrentLayer(nn.Module):
     ) -> tuple[Tensor, Any, Any]:
         state, conv_cache = (None, None) if cache is None else self._parts(cache)
         mixed, conv_cache = self._mixed(x, conv_cache, cu_seqlens, is_step)
-        arguments, for_output = self._arguments(mixed, x, *context)
+        arguments, for_output = self._by_token("arguments", self._arguments, mixed, x, *context, is_step=is_step)
         arguments[self._want_final] = cache is not None
         if not is_step:
             arguments["cu_seqlens"] = cu_seqlens
         o, state = self._ops[1 if is_step else 0](**arguments, initial_state=state)
         # Without gradients only these names hold the memory, and `_output` allocates more.
         del mixed, arguments
-        return self._output(o, for_output), None if cache is None else self._cache(state, conv_cache), for_output
+        y = self._by_token("output", self._output, o, for_output, is_step=is_step)
+        return y, None if cache is None else self._cache(state, conv_cache), for_output
 
     def _mixed(
         self, x: Tensor, conv_cache: Tensor | None, cu_seqlens: Tensor | None, is_step: bool
@@ -141,11 +142,22 @@ class RecurrentLayer(nn.Module):
             conv_cache: the convolution's inputs [B, D, W] before x; None without a cache.
             is_step: x is the one token of a step.
         """
+        mixed = self._by_token("projections", self._projected, x, is_step=is_step)
+        return self._convolved(mixed, conv_cache, cu_seqlens, is_step)
+
+    def _by_token(
+        self, what: str, fn: Callable[..., Any], *args: Any, is_step: bool, shared: Sequence[Tensor] = ()
+    ) -> Any:
+        """``fn(*args, *shared)``, which treats tokens one by one; over groups made with ``bitwise`` by segments."""
+        if is_step or segments_wanted() is None:  # asked for here, which is quicker
+            return fn(*args, *shared)
+        return by_segments(self, what, fn, *args, shared=shared)
+
+    def _projected(self, x: Tensor) -> Any:
+        """The first projections of x [B, T, D], side by side."""
         first, *others = self._projections()
         mixed = _project(first, x)
-        if others:
-            mixed = torch.cat([mixed, *(linear(x) for linear in others)], dim=-1)
-        return self._convolved(mixed, conv_cache, cu_seqlens, is_step)
+        return torch.cat([mixed, *(linear(x) for linear in others)], dim=-1) if others else mixed
 
     def _convolved(
         self, x: Tensor, conv_cache: Tensor | None, cu_seqlens: Tensor | None, is_step: bool
@@ -230,7 +242,7 @@ def _wide(x: Tensor) -> Tensor:
 def _refuse_cache_under_sp(cu_seqlens: Tensor | None) -> None:
     if cu_seqlens is not None:
         fail("cache", "None with cu_seqlens (generation is not packed)", "a cache")
-    if resolve_sp(None) is not None:
+    if resolve_sp(None, keeps_bits=True) is not None:
         remedy = "layer.step(), or flexsp.nn.unwrap(copy.deepcopy(model)) for a plain copy of the model"
         fail("cache", "None under sequence parallelism (generation is local to a rank)", f"a cache; use {remedy}")
 

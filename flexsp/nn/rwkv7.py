@@ -202,7 +202,7 @@ class RWKV7(RecurrentLayer):
 
     def _shifted(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """x, x shifted by one token (0 at the start of a document), and the weights of the mixtures."""
-        sp, mixes = resolve_sp(None), self._mixes()
+        sp, mixes = resolve_sp(None, keeps_bits=True), self._mixes()
         check_cu_seqlens(cu_seqlens, None, x, "x", sp)
         since = tokens_since_start(x.shape[1], cu_seqlens, sp, x.device)
         if sp is None:
@@ -224,8 +224,11 @@ class RWKV7(RecurrentLayer):
             seen = x if is_step else torch.cat([before, x], 1)
             before = before if is_step else seen[:, :-1]
             conv_cache = seen[:, -1:].transpose(1, 2).to(conv_cache.dtype)
+        return self._by_token("mixtures", self._between, x, before, shared=mixes, is_step=is_step), conv_cache
+
+    def _between(self, x: Tensor, before: Tensor, *mixes: Tensor) -> list[Tensor]:
         delta = before - x
-        return [torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes], conv_cache
+        return [torch.addcmul(x, delta, mix.to(x.dtype)) for mix in mixes]
 
     def _arguments(self, mixed: list[Tensor], x: Tensor, *context: Any) -> tuple[dict[str, Any], _ForOutput]:
         (v_first, _), heads = context, (self.num_heads, -1)

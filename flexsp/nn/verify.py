@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexsp.comm.collectives import sum_over_ranks
-from flexsp.comm.group import SequenceParallel, sequence_parallel
+from flexsp.comm.group import SequenceParallel, refuse_bitwise, sequence_parallel
 from flexsp.comm.process_group import exchange_ints
 from flexsp.exceptions import NotExact, PeerMismatch, PeerTimeout, check_dense
 from flexsp.nn.recording import Key, Record, each, has_gradient
@@ -101,6 +101,7 @@ def verify(
         >>> flexsp.verify(model, sp, torch.randint(256, (1, 300)))
     """
     _check_arguments(module, sp, x, dim)
+    refuse_bitwise(sp, "verify")  # it cuts the batch off the edges of segments
     sp.check()
     total, known = x.shape[dim], sp.lengths
     lengths = known if known is not None and sum(known) == total else _uneven(total, sp)

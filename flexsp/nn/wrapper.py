@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules import activation
 
-from flexsp.comm.group import SequenceParallel, count_failed_call, current_sp, refuse_bitwise, sequence_parallel
+from flexsp.comm.group import SequenceParallel, count_failed_call, current_sp, sequence_parallel
 from flexsp.comm.tracing import constant_in_graphs
+from flexsp.exceptions import NotAvailable
 from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks, unseen
+from flexsp.nn.norm import HeadNorm, RMSNorm
+from flexsp.scan.by_segments import by_segments, segments_wanted
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -37,6 +41,10 @@ class SequenceParallelLA(nn.Module):
     Under torch.compile a checkpointed block stays in the graph if the model around it is wrapped too, or called inside
     ``sequence_parallel(sp)``; else the graph ends there, with a warning. Wrap before DistributedDataParallel,
     fully_shard, torch.compile; copy.deepcopy works; save state_dicts rather than pickled modules. `unwrap` undoes it.
+
+    Over a group made with ``bitwise``, torch's projections, embeddings, norms and activations and the layers of
+    `flexsp.nn` run by segments, so that outputs and gradients have the same bits for any number of ranks; what other
+    code of the model sums up over tokens does not (docs/same-bits.md).
 
     Args:
         layer: the module.
@@ -86,19 +94,39 @@ class SequenceParallelLA(nn.Module):
         """Hides the wrapped class's method of this name, which may need keywords and is for its user's subclasses."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = super().forward
+        if self._flexsp_sp.segment and isinstance(self, _TOKENWISE):
+            run = functools.partial(_run_by_segments, self, run)
         if torch.compiler.is_compiling():
             if current_sp() is self._flexsp_sp:
                 # A checkpoint in a graph may not change this context, and its recomputation there does not need it.
-                return super().forward(*args, **kwargs)
+                return run(*args, **kwargs)
             _warn_if_checkpointed(type(self)._flexsp_original.__name__)
             with sequence_parallel(self._flexsp_sp):
-                return super().forward(*args, **kwargs)
+                return run(*args, **kwargs)
         with sequence_parallel(self._flexsp_sp):
             try:
-                return super().forward(*args, **kwargs)
+                return run(*args, **kwargs)
             except Exception as error:
                 count_failed_call(error, self._flexsp_sp)  # other ranks may already wait for this one's next exchange
                 raise
+
+
+_TOKENWISE = (
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, RMSNorm, HeadNorm,
+    *[x for x in vars(activation).values() if isinstance(x, type) and x.__module__ == activation.__name__],
+)  # fmt: skip
+"""Modules that groups made with ``bitwise`` run segment by segment. Those of torch's activations that read other tokens
+are refused."""
+
+
+def _run_by_segments(module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``run(*args, **kwargs)``, the forward of one of `_TOKENWISE`."""
+    x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    if segments_wanted() is not None and (x is None or x.dim() < 2 + x.is_floating_point()):
+        got = "no tensor" if x is None else f"shape {list(x.shape)}"
+        raise NotAvailable(f"{type(module).__name__}: with bitwise expected tokens [B, T, ...], got {got}")
+    return by_segments(module, "call", lambda args, kwargs: run(*args, **kwargs), args, kwargs)
 
 
 @constant_in_graphs  # runs while torch.compile traces
@@ -145,11 +173,14 @@ def _wrap(layer: nn.Module, sp: SequenceParallel, *, allow: Collection[str] = ()
         raise ValueError(f"layer: expected an nn.Module, got {type(layer).__name__}")
     if not isinstance(sp, SequenceParallel):
         raise ValueError(f"sp: expected a SequenceParallel (flexsp.init_sequence_parallel), got {type(sp).__name__}")
-    refuse_bitwise(sp, "SequenceParallelLA")
     allowed = _allowed(layer, allow)
     _refuse(list(offences(layer, allowed)))
     apart = {part for module in layer.modules() if runs_over_ranks(module) for part in module.modules()}
-    modules = [module for module in layer.modules() if module is layer or (own_classes(module) and module not in apart)]
+    modules = [
+        module for module in layer.modules()
+        if module is layer or (own_classes(module) and module not in apart)
+        or (sp.segment > 0 and isinstance(module, _TOKENWISE)) or isinstance(module, SequenceParallelLA)
+    ]  # fmt: skip
     for module, bound in [(module, _bound_class(module)) for module in modules]:  # all of them, or none
         _bind(module, bound, sp)
     written = unseen(layer, allowed) if sp.world_size > 1 and sp.is_first else []

@@ -24,8 +24,9 @@ from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.relay import Relay
 
 __all__ = [
-    "NAME", "Arguments", "Segment", "from_message", "in_one_message", "owned", "rows_joined", "rows_of", "run_in_order",
-    "segments_of", "sum_of_segments",
+    "NAME", "Arguments", "Segment", "begin_segments", "from_message", "in_one_message", "join_segments",
+    "look_for_order", "owned", "rows_joined", "rows_of", "run_in_order", "save_for_order", "segments_of",
+    "sum_of_segments",
 ]  # fmt: skip
 
 Tensors = Sequence[torch.Tensor]
@@ -69,13 +70,13 @@ Call = Callable[[Arguments], tuple[torch.Tensor, list[torch.Tensor]]]
 """A call on this rank alone, of one segment: outputs, and all final states."""
 
 
-def segments_of(sp: SequenceParallel, T: int, what: str) -> list[Segment]:
-    """This rank's segments. Collective, as `SequenceParallel.lengths_for`.
+def segments_of(sp: SequenceParallel, lengths: Sequence[int], what: str) -> list[Segment]:
+    """This rank's segments, of shards of these lengths.
 
     Raises:
         ValueError: a shard begins or ends inside of a segment, on all ranks alike.
     """
-    lengths, size, at = sp.lengths_for(T), sp.segment, 0
+    size, at = sp.segment, 0
     for rank, length in enumerate(lengths):
         if length and at % size:
             raise ValueError(
@@ -105,21 +106,20 @@ def run_in_order(
     """
     untransformed(f"{what}: {NAME}", ON_ONE_RANK)
     T = next(iter(tokens.values())).shape[axis]
-    segments = segments_of(sp, T, what)
-    if sp.world_size == 1 and not segments:
-        return call(Arguments(tokens, shared, states, cu_seqlens, False))
+    lengths = sp.lengths_for(T)
+    segments = segments_of(sp, lengths, what)
     without = {name: x.narrow(axis, 0, 0) for name, x in tokens.items()}
     with torch.no_grad():  # looks of outputs and states; and the op refuses bad arguments before anything is sent
         bounds = None if cu_seqlens is None else torch.zeros_like(cu_seqlens)
         no_output, likes = call(Arguments(without, shared, states, bounds, False))
     packed = cu_seqlens is not None
-    if packed and sp.is_last and not segments:  # it has the documents without tokens behind all tokens
-        end = sum(sp.lengths_for(T))
-        segments = [Segment(end, end, end, True)]
+    if sp.is_last and not segments and (packed or not sum(lengths)):
+        # Documents without tokens behind all tokens, or a sequence of none: what the op does to states without a token.
+        segments = [Segment(sum(lengths), sum(lengths), sum(lengths), True)]
     likes = [x[:1] for x in likes] if packed else likes
     chained = sp.world_size > 1
     relays = [Relay(sp, sp.anchor, f"{what} in segments of {sp.segment}{end}") for end in ("", ", parameters")]
-    anchor, cut, copies, begun = _begin(relays[1], segments, tokens, shared, states, packed, axis)
+    anchor, cut, copies, begun = begin_segments(relays[1], segments, tokens, shared, states, packed, axis)
     entering: Any = begun[0] if states is not None and not packed else None
     if chained:
         own = entering if entering is not None else [x.new_zeros(x.shape) for x in likes]
@@ -137,7 +137,7 @@ def run_in_order(
         outputs.append(o)
         found = list(_EdgeFunction.apply(anchor, *found))
         entering = found if documents is None else documents.leave(found, segment)
-    o = _JoinFunction.apply(axis, *outputs) if outputs else no_output
+    o = join_segments(outputs, axis) if outputs else no_output
     final = entering if documents is None else documents.final
     if not chained:
         # Over ranks the last states have gradients of zeros where the caller has none. With none ops would add up other
@@ -154,13 +154,17 @@ def run_in_order(
 # The ends of a rank ------------------------------------------------------------------------------------------------
 
 
-def _begin(
+def begin_segments(
     relay: Relay, segments: list[Segment], tokens: Mapping[str, torch.Tensor], shared: Mapping[str, torch.Tensor],
-    states: list[torch.Tensor] | None, packed: bool, axis: int,
+    states: list[torch.Tensor] | None, packed: bool, axis: int, reach: int = 0,
 ) -> tuple[torch.Tensor, list[Named], list[Named], list[list[torch.Tensor]]]:  # fmt: skip
-    """(anchor, tokens of each segment, parameters for each, initial states for each: of one sequence for the first)."""
+    """(anchor, tokens of each segment, parameters for each, initial states for each: of one sequence for the first).
+
+    Args:
+        reach: so many rows before its own each segment is given too. Tokens then have as many before the first one.
+    """
     n, initial = len(segments), states or []
-    plan = _Plan(relay, segments, axis, len(tokens), len(shared), n if packed else 1)
+    plan = _Plan(relay, segments, axis, len(tokens), len(shared), n if packed else 1, reach)
     found = iter(_BeginFunction.apply(plan, relay.anchor, *tokens.values(), *shared.values(), *initial))
     anchor = next(found)
     cut: list[Named] = [{} for _ in segments]
@@ -177,7 +181,10 @@ def _begin(
 
 
 class _Plan(NamedTuple):
-    """How `_BeginFunction` spreads its tensors: so many tokens, so many parameters, then states, `starts` times."""
+    """How `_BeginFunction` spreads its tensors: so many tokens, so many parameters, then states, `starts` times.
+
+    `reach` is that of `begin_segments`.
+    """
 
     relay: Relay
     segments: list[Segment]
@@ -185,6 +192,7 @@ class _Plan(NamedTuple):
     tokens: int
     shared: int
     starts: int
+    reach: int
 
 
 class _BeginFunction(torch.autograd.Function):
@@ -200,9 +208,12 @@ class _BeginFunction(torch.autograd.Function):
         made = [anchor.view_as(anchor)]
         for i, x in enumerate(tensors):
             if i < plan.tokens:
-                made += [owned(x.narrow(*rows_of(x, s, plan.segments, plan.axis))) for s in plan.segments]
+                made += [owned(x.narrow(*rows_of(x, s, plan.segments, plan.axis, plan.reach))) for s in plan.segments]
+            elif i < plan.tokens + plan.shared:
+                one = owned(x)
+                made += [one.view_as(one) for _ in plan.segments]
             else:
-                made += [owned(x) for _ in range(_copies(plan, i))]
+                made += [owned(x) for _ in range(plan.starts)]
         return tuple(made)
 
     @staticmethod
@@ -216,7 +227,7 @@ class _BeginFunction(torch.autograd.Function):
             some = grads[at : at + _copies(plan, i)]
             at += len(some)
             if i < plan.tokens:
-                found.append(rows_joined(like, shape, some, plan.segments, plan.axis))
+                found.append(rows_joined(like, shape, some, plan.segments, plan.axis, plan.reach))
             else:
                 sums.append(like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32)))
                 parts.append(some)
@@ -230,21 +241,26 @@ def _copies(plan: _Plan, i: int) -> int:
     return len(plan.segments) if i < plan.tokens + plan.shared else plan.starts
 
 
-def rows_of(x: torch.Tensor, segment: Segment, segments: Sequence[Segment], axis: int) -> tuple[int, int, int]:
-    """The axis of x, the first row of a segment's tokens, and how many there are: arguments of `narrow`."""
+def rows_of(
+    x: torch.Tensor, segment: Segment, segments: Sequence[Segment], axis: int, reach: int = 0
+) -> tuple[int, int, int]:  # fmt: skip
+    """The axis of x, the first row of a segment's tokens, and how many there are: arguments of `narrow`. `reach` rows
+    before them are among these."""
     T = segments[-1].stop - segment.begin
-    every = x.shape[axis] // max(T, 1)
-    return axis, (segment.start - segment.begin) * every, (segment.stop - segment.start) * every
+    every = (x.shape[axis] - reach) // max(T, 1)
+    return axis, (segment.start - segment.begin) * every, (segment.stop - segment.start) * every + reach
 
 
 def rows_joined(
-    like: torch.Tensor, shape: torch.Size, grads: Sequence[Optional], segments: Sequence[Segment], axis: int
+    like: torch.Tensor, shape: torch.Size, grads: Sequence[Optional], segments: Sequence[Segment], axis: int,
+    reach: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of all tokens of those of segments; None is zeros."""
+    """The gradient of all tokens of those of segments; None is zeros. Rows that two segments were given have a sum."""
     whole = like.new_zeros(shape)
     for dx, segment in zip(grads, segments, strict=True):
         if dx is not None:
-            whole.narrow(*rows_of(whole, segment, segments, axis)).copy_(dx)
+            mine = whole.narrow(*rows_of(whole, segment, segments, axis, reach))
+            mine.copy_(dx) if reach == 0 else mine.add_(dx)
     return whole
 
 
@@ -284,9 +300,12 @@ class _EdgeFunction(torch.autograd.Function):
         return None, *[owned(x) for x in grads]
 
 
-class _JoinFunction(torch.autograd.Function):
+def join_segments(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     """Outputs of all segments, one behind the other."""
+    return _JoinFunction.apply(axis, *parts)  # type: ignore[no-any-return]
 
+
+class _JoinFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.axis, ctx.sizes = axis, [x.shape[axis] for x in parts]
@@ -324,6 +343,7 @@ class _LeaveFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.relay, ctx.number, states, through = relay, relay.sp.number(), tensors[:n], tensors[n:]
+        save_for_order(ctx, anchor)
         ctx.likes = [x.new_empty(()).expand(x.shape) for x in states]
         _, target = relay.sp.neighbours(False)
         relay.send(in_one_message(states), target)
@@ -332,6 +352,7 @@ class _LeaveFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Optional) -> tuple[Any, ...]:
         first_only(NAME, ON_ONE_RANK)
+        look_for_order(ctx)
         relay, likes = ctx.relay, ctx.likes
         packed = in_one_message([x.contiguous() for x in likes])
         with relay.sp.answering(ctx.number):
@@ -340,6 +361,17 @@ class _LeaveFunction(torch.autograd.Function):
         arrived = relay.receive(packed, target)
         states = [None] * len(likes) if target is None else [owned(x) for x in from_message(arrived, likes)]
         return None, None, None, *states, *grads
+
+
+def save_for_order(ctx: Any, *tensors: torch.Tensor) -> None:
+    """Saves tensors, at least one. Checkpointed code is computed again where its first saved tensor is looked at: on a
+    rank without tokens too that must be before the messages of the backward pass."""
+    ctx.save_for_backward(*(tensors or (torch.empty(0),)))
+
+
+def look_for_order(ctx: Any) -> Tensors:
+    """What `save_for_order` saved. First statement of a backward pass that sends messages, or leads to some."""
+    return ctx.saved_tensors  # type: ignore[no-any-return]
 
 
 def owned(x: torch.Tensor) -> torch.Tensor:

@@ -197,7 +197,8 @@ def tokens_before(x: torch.Tensor, width: int, sp: SequenceParallel) -> torch.Te
     T, lengths = x.shape[1], sp.lengths
     sp.check_shard(T)
     enough = width == 1 or (width > 1 and lengths is not None and min(lengths) >= width)
-    if not (enough and x.dtype in _IN_FLOAT32 and sends(sp, x.device, torch.float32)):
+    # The kernel adds what arrives to zeros, which makes 0 of -0.
+    if sp.segment or not (enough and x.dtype in _IN_FLOAT32 and sends(sp, x.device, torch.float32)):
         return halo_exchange(x, width, sp)
     mine = (x[:, T - width :] if T else x.sum(1, keepdim=True)).float()
     return _arrived(mine, _any_token(x, T), sp, f"the {width} tokens before").squeeze(1).to(x.dtype)

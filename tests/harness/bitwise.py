@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from flexsp import SequenceParallel
+from flexsp import SequenceParallel, sequence_parallel
 from flexsp.testing.cases import Case, Shape
 
-__all__ = ["BOUNDS", "SEGMENT", "TOTAL", "WHOLE", "differing", "inputs_of", "joined", "leaf", "lengths_of", "run"]
+__all__ = [
+    "BOUNDS", "SEGMENT", "TOTAL", "WHOLE", "differing", "Tensors", "flat", "inputs_of", "joined", "joined_rows", "leaf",
+    "lengths_of", "of_a_layer", "run", "with_gradients",
+]  # fmt: skip
 
 SEGMENT = 48
 TOTAL = 4 * SEGMENT - 7  # the last segment is short
@@ -90,12 +95,34 @@ def run(
 
 
 def joined(case: Case, parts: list[Tensors]) -> Tensors:
-    """What all ranks gave, as one rank has it."""
+    """What all ranks gave of a call of `run`, as one rank has it."""
+    names = {n for part in parts for n in part}
+    return joined_rows(parts, {n for n in names if n == "o" or n[1:].rsplit(" ", 1)[0] in case.tokens})
+
+
+def with_gradients(y: torch.Tensor, w: torch.Tensor, named: Tensors) -> Tensors:
+    """y, and the gradients of sum(y * w), of which some may not depend on the tensor."""
+    grads = torch.autograd.grad(y, [*named.values()], w.to(y.dtype), allow_unused=True)
+    both = zip(named.items(), grads, strict=True)
+    return {"y": y.detach(), **{f"d{n}": torch.zeros_like(x) if dx is None else dx for (n, x), dx in both}}
+
+
+def of_a_layer(
+    sp: SequenceParallel | None, layer: nn.Module, x: torch.Tensor, w: torch.Tensor, bounds: torch.Tensor | None
+) -> Tensors:  # fmt: skip
+    """Outputs of the tokens x, and gradients of x and of parameters."""
+    mine = leaf(x)
+    with sequence_parallel(sp):
+        y = layer(mine, bounds)
+    return with_gradients(y, w, {"x": mine, **dict(layer.named_parameters())})
+
+
+def joined_rows(parts: list[Tensors], of_tokens: Collection[str]) -> Tensors:
+    """What all ranks gave, as one rank has it: the tensors of these names lie side by side, others add up."""
     found = {}
     for name in dict.fromkeys(n for part in parts for n in part):
         some = [part[name] for part in parts if name in part]
-        of_tokens = name == "o" or name[1:].rsplit(" ", 1)[0] in case.tokens
-        found[name] = torch.cat(some, 1) if of_tokens else sum(some[1:], some[0])
+        found[name] = torch.cat(some, 1) if name in of_tokens else sum(some[1:], some[0])
     return found
 
 

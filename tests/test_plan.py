@@ -461,12 +461,10 @@ def test_kernels_in_pieces_are_those_of_large_states_alone() -> None:
     small = [(128, 128), (128, 256), (16, 256), (256, 128), (256, 16)]
     for name in ("gla", "deltanet"):
         code = code_of(name)
-        for K, V in [*small, (129, 129), (256, 256), (200, 130)]:
+        for K, V in (*small, (129, 129), (256, 256), (200, 130)):
             whole = (K, V) in small and (K <= 128 or not code.dense)
-            assert (code.sized({"K": K, "V": V}, BF16) is code) == whole, (name, K, V)
-            wide = whole and (not code.dense or K * V <= 128 * 128)  # in fp32, and in fp16, whose products are of fp32
-            for dtype in (torch.float16, torch.float32):
-                assert (code.sized({"K": K, "V": V}, dtype) is code) == wide, (name, K, V)
+            wide = whole and (not code.dense or K * V <= 128 * 128)  # in fp32
+            assert [code.sized({"K": K, "V": V}, x) is code for x in (BF16, torch.float32)] == [whole, wide]
     assert code_of("hgrn").sized({"K": 4096}, BF16) is code_of("hgrn")
 
 

@@ -321,11 +321,10 @@ class FlexLinearAttention:
             return self._objective.run(call._replace(gate=_clamped(gate, per_head, q), column=column))
         common: dict[str, Any] = {"cu_seqlens": call.cu_seqlens, "sp": call.group if call.group is not None else False}
         if call.turned is not None and call.own is not None:
-            call = call._replace(gate=_clamped(gate, per_head, q), column=column)
-            own = call.own.unsqueeze(-1) * call.values
+            own, call = call.own, call._replace(gate=_clamped(gate, per_head, q), column=column)
             q, k, v = (x.unsqueeze(2) for x in (q, k, call.values))
             o, final = on_diagonal(call, q, k, v, call.initial, "FlexLinearAttention rope", call.turned)
-            return o.squeeze(2) + own, final
+            return o.squeeze(2) + own.unsqueeze(-1) * call.values, final
         if self._on_the_diagonal_engine:
             if column is not None:
                 v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)

@@ -35,6 +35,7 @@ _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
 _CANCELS = "tests/test_gated_keys.py::test_what_pairs_of_tokens_add_to_gates_cancels"
+_TOLD = "tests/test_gated_keys.py::test_small_gates_are_told"
 _RANK_ONE = "tests/test_gated_transition.py::"
 _FIRST = "test_what_pairs_of_tokens_add_to_gates_cancels"
 _SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
@@ -443,6 +444,12 @@ GATES = [
          "all groups answer for the first one's heads", _MAMBA3_KERNELS),
     ),
     *_in(
+        "flexsp/kernels/pairs.py",
+        ("(p < K // 2)[None, :]\n        at = rows[:, None] + p[None, :]\n        tl.store",
+         "(p < K // 3)[None, :]\n        at = rows[:, None] + p[None, :]\n        tl.store",
+         "the last pairs are not stored", _MAMBA3_ROW),
+    ),
+    *_in(
         "flexsp/kernels/run.py",
         ("x.data_ptr() % 16 == 0)", "True)", "launches forget alignments",
          "tests/test_mamba3_kernels.py::test_what_tells_launches_apart[alignment of B]"),
@@ -529,6 +536,7 @@ GATES = [
          "tests/test_gated_keys.py::test_one_sequence[large]"),
         ("tl.where(far == 0, 1, 0)", "1", "all chunks have small gates",
          "tests/test_gated_keys.py::test_one_sequence[large]"),
+        ("tl.where(far == 0, 1, 0)", "0", "no chunk has small gates", _TOLD + "[gla]"),
     ),
     *_in(
         "flexsp/kernels/gated_keys/grads.py",
@@ -549,6 +557,7 @@ GATES = [
         ("undecayed = tl.load(x - x_st + cols", "undecayed = tl.load(x + cols", "a chunk's first token removes another",
          _RANK_ONE + "test_one_sequence[small]"),
         ("tl.where(far == 0, 1, 0)", "1", "all chunks have small gates", _RANK_ONE + "test_one_sequence[large]"),
+        ("    far = 0\n", "    far = 1\n", "no chunk has small gates", _TOLD + "[rwkv7]"),
         ("store_rows(running, own, K, C, at, C, K, BN)", "pass", "gradients read gates that nothing left",
          _RANK_ONE + "test_one_sequence[large]"),
         ("tl.where(one, 1.0, -with_b)", "tl.where(one, 1.0, with_b)", "what is removed is added",

@@ -50,6 +50,7 @@ GATES = [
     ),
     *_in(
         "flexsp/kernels/raw_gates.py",
+        ("else x.contiguous()\n", "else x\n", "raw gates of heads that lie apart are read one beside the other", _RAW),
         ("tl.minimum(log, _MOST_LOG, propagate_nan=tl.PropagateNan.ALL)", "log", "steep gates have infinite slopes",
          "tests/test_raw_gates.py::test_gates_of_any_steepness"),
         ("learned = ~(log > _MOST_LOG)", "learned = log > -1e9", "slopes that are cut have gradients",

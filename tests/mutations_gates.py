@@ -36,6 +36,7 @@ _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
 _CANCELS = "tests/test_gated_keys.py::test_what_pairs_of_tokens_add_to_gates_cancels"
 _TOLD = "tests/test_gated_keys.py::test_small_gates_are_told"
+_PANELS = "tests/test_reflections.py::test_values_in_panels"
 _RANK_ONE = "tests/test_gated_transition.py::"
 _FIRST = "test_what_pairs_of_tokens_add_to_gates_cancels"
 _SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
@@ -421,6 +422,8 @@ GATES = [
         "flexsp/kernels/delta/exact_grads.py",
         ("True) <= GATE_MIN", "True) < GATE_MIN", "the least gate of channels has a gradient",
          _TOKENS + "[channels, alike]"),
+        ("mask=(index < N) & more", "mask=index < N", "the first panel adds to what lay there", _PANELS),
+        ("mask=(index < N) & more", "mask=(index <= N) & more", "panels add numbers of the next row", _PANELS),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",

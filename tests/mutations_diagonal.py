@@ -201,6 +201,8 @@ DIAGONAL = [
          "a chunk's decay is its first token's", _REFERENCE + "test_lengths[131-dtype0]"),
         ("torch.where(inside < length", "torch.where(inside <= length", "a chunk reads a token too many",
          _REFERENCE + "test_documents"),
+        ("g_gamma.to(dtype).expand", "g_gamma.expand", "what constant decays get is rounded token by token",
+         _REFERENCE + "test_what_narrow_decays_get_is_summed_in_float32"),
         ("k.to(dtype) * i.to(dtype).exp()", "k.to(dtype) * i.to(dtype).exp2()", "write gates are powers of two",
          _REFERENCE + "test_weights_of_tokens"),
         ("found + self.weights * self.v", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),

@@ -227,6 +227,8 @@ DIAGONAL = [
         ('"BY_TOKEN": skip == "w"', '"BY_TOKEN": False', "walks in Gluon take weights of tokens for those of heads",
          "tests/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
         ('"STRICT": plan.strict', '"STRICT": False', "walks in Gluon have tokens' own products", _WALKS + "[128, weights]"),
+        ('"PART": n}) for n in (0, 1)', '"PART": n}) for n in (0, 2)', "halves of values add to another half's gradients",
+         _WALKS + "[two halves]"),
         ('"TURNED": of_keys', '"TURNED": not of_keys', "large states lie the other way round", _WALKS + "[gates]"),
     ),
     *_in(

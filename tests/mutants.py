@@ -371,8 +371,8 @@ def _try_stages(mutation: Mutation, tree: Path, limit: float) -> Outcome:
 
 def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]:
     """Tests that should notice a change of a file, those that tell most first: what tests/mutations.py has for it;
-    files of tests that import it, or are named after it; those that go through all of its folder; what
-    tests/mutations.py has for it."""
+    files of tests that import it, or are named after it; what tests/mutations.py has for files that import it; tests
+    that go through all of its folder; what tests/mutations.py has for the folder."""
     from tests.mutations import MUTATIONS
 
     path = Path(file)
@@ -390,17 +390,26 @@ def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]
     def named(test: str) -> bool:
         return path.stem.strip("_") in Path(test).stem.split("_") or test.startswith(f"tests/test_{path.stem}")
 
+    users = {name for name, text in _files(root).items() if name != file and imports(text)}
+    of_users = Counter(test for x in MUTATIONS if x.file in users for test in x.tests)
     files = [name for name, text in _test_files(root).items() if imports(text) or named(name)]
     files.sort(key=lambda name: not (named(name) or imports((root / name).read_text())))  # else by way of tests/harness
     folders = [names for folder, names in _OF_FOLDERS.items() if file.startswith(folder)]
     of_all = [f"tests/test_{name}.py" for names in folders for name in names]
-    ranked = [*[test for test, _ in listed.most_common()], *files[:8], *of_all, *[x for x, _ in beside.most_common(3)]]
+    most_of = [[test for test, _ in found.most_common(3)] for found in (of_users, beside)]
+    ranked = [*[test for test, _ in listed.most_common()], *files[:8], *most_of[0], *of_all, *most_of[1]]
     kept: list[str] = []
     for test in dict.fromkeys(ranked):
         whole = test.partition("::")[0]
         if whole not in kept and len({x.partition("::")[0] for x in [*kept, whole]}) <= most:
             kept.append(test)
     return tuple(kept)
+
+
+@functools.cache
+def _files(root: Path) -> dict[str, str]:
+    """The text of each file of flexsp/."""
+    return {str(x.relative_to(root)): x.read_text() for x in (root / "flexsp").rglob("*.py")}
 
 
 @functools.cache

@@ -35,6 +35,8 @@ _MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
 _HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
 _CANCELS = "tests/test_gated_keys.py::test_what_pairs_of_tokens_add_to_gates_cancels"
+_TOLD = "tests/test_gated_keys.py::test_small_gates_are_told"
+_PANELS = "tests/test_reflections.py::test_values_in_panels"
 _RANK_ONE = "tests/test_gated_transition.py::"
 _FIRST = "test_what_pairs_of_tokens_add_to_gates_cancels"
 _SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
@@ -49,6 +51,7 @@ GATES = [
     ),
     *_in(
         "flexsp/kernels/raw_gates.py",
+        ("else x.contiguous()\n", "else x\n", "raw gates of heads that lie apart are read one beside the other", _RAW),
         ("tl.minimum(log, _MOST_LOG, propagate_nan=tl.PropagateNan.ALL)", "log", "steep gates have infinite slopes",
          "tests/test_raw_gates.py::test_gates_of_any_steepness"),
         ("learned = ~(log > _MOST_LOG)", "learned = log > -1e9", "slopes that are cut have gradients",
@@ -419,6 +422,8 @@ GATES = [
         "flexsp/kernels/delta/exact_grads.py",
         ("True) <= GATE_MIN", "True) < GATE_MIN", "the least gate of channels has a gradient",
          _TOKENS + "[channels, alike]"),
+        ("mask=(index < N) & more", "mask=index < N", "the first panel adds to what lay there", _PANELS),
+        ("mask=(index < N) & more", "mask=(index <= N) & more", "panels add numbers of the next row", _PANELS),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",
@@ -441,6 +446,12 @@ GATES = [
          _MAMBA3_KERNELS),
         ("tl.range(group * (H // G), (group + 1) * (H // G), num", "tl.range(0, H // G, num",
          "all groups answer for the first one's heads", _MAMBA3_KERNELS),
+    ),
+    *_in(
+        "flexsp/kernels/pairs.py",
+        ("(p < K // 2)[None, :]\n        at = rows[:, None] + p[None, :]\n        tl.store",
+         "(p < K // 3)[None, :]\n        at = rows[:, None] + p[None, :]\n        tl.store",
+         "the last pairs are not stored", _MAMBA3_ROW),
     ),
     *_in(
         "flexsp/kernels/run.py",
@@ -529,6 +540,7 @@ GATES = [
          "tests/test_gated_keys.py::test_one_sequence[large]"),
         ("tl.where(far == 0, 1, 0)", "1", "all chunks have small gates",
          "tests/test_gated_keys.py::test_one_sequence[large]"),
+        ("tl.where(far == 0, 1, 0)", "0", "no chunk has small gates", _TOLD + "[gla]"),
     ),
     *_in(
         "flexsp/kernels/gated_keys/grads.py",
@@ -549,6 +561,7 @@ GATES = [
         ("undecayed = tl.load(x - x_st + cols", "undecayed = tl.load(x + cols", "a chunk's first token removes another",
          _RANK_ONE + "test_one_sequence[small]"),
         ("tl.where(far == 0, 1, 0)", "1", "all chunks have small gates", _RANK_ONE + "test_one_sequence[large]"),
+        ("    far = 0\n", "    far = 1\n", "no chunk has small gates", _TOLD + "[rwkv7]"),
         ("store_rows(running, own, K, C, at, C, K, BN)", "pass", "gradients read gates that nothing left",
          _RANK_ONE + "test_one_sequence[large]"),
         ("tl.where(one, 1.0, -with_b)", "tl.where(one, 1.0, with_b)", "what is removed is added",

@@ -8,6 +8,7 @@ __all__ = ["MEMORY"]
 
 _OPS = "tests/test_mlstm.py::test_against_the_token_loop"
 _EPS = "tests/test_mlstm.py::test_scale_and_eps"
+_ROUNDED = "tests/test_mlstm.py::test_nothing_is_rounded_before_the_quotient"
 _DOCUMENTS = "tests/test_mlstm.py::test_documents_and_strides"
 _EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
 _FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
@@ -70,6 +71,8 @@ MEMORY = [
         ("least) + eps)).to", "least + eps))).to", "the constant is added to the least denominator alone", _EPS),
         (".clamp(min=MIN_LOG_FORGET)", "", "forget gates of -inf make NaN", _EXTREME),
         (".clamp(min=torch.finfo(wide).tiny)", "", "0 / 0 where e^-m underflows", _EXTREME),
+        ("(numerator.dtype, torch.float32)", "(numerator.dtype, torch.bfloat16)",
+         "normalisers are rounded as numerators are", _ROUNDED + "[dtype1]"),
     ),
     *_in(
         "flexsp/kernels/mlstm/gates.py",

@@ -192,6 +192,8 @@ OPS = [
     *_in(
         "flexsp/kernels/selective/selective_plan.py",
         ("        to[..., N:].zero_()\n", "", "columns behind the last number are read as they lie", _EDGES + "test_selective_scan"),
+        ('["delta", self._z or "u", "do"], FINAL', '["delta", "u", "do"], FINAL', "gates of outputs are read as inputs lie",
+         "tests/test_selective_scan.py::test_kernels[small steps]"),
     ),
     *_in(
         "flexsp/kernels/selective/grads.py",

@@ -146,6 +146,8 @@ STARTING = [
         ("        run_steps(steps[at + 1 :], frame, device)\n", "        run_steps(steps[at:], frame, device)\n",
          "states travel together, and each alone after that",
          "tests/test_exchanges.py::test_exchanges_of_a_pass[mlstm-kernels-False]"),
+        ("        run_steps(steps[:at], frame, device)\n", "", "nothing runs before states travel together",
+         "tests/test_mlstm_kernels.py::test_against_the_token_loop"),
     ),
     *_in(
         "flexsp/comm/transport.py",

@@ -4,6 +4,7 @@ sm_90."""
 from __future__ import annotations
 
 import functools
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -131,6 +132,35 @@ def test_closed_gates_and_nan(dtype: torch.dtype) -> None:
 
 
 # What runs ------------------------------------------------------------------------------------------------------------
+
+
+def chunks_told(sp: Any, name: str) -> tuple[list[int], list[int]]:
+    """(1 for chunks of which the quick kernel says that gates are small, 1 for those where they are)."""
+    from flexsp import ops
+    from flexsp.runtime import launch
+
+    told, run = [], launch.launch
+
+    def record(kernel: Any, grid: Any, args: Any, constants: Any, options: Any) -> None:
+        run(kernel, grid, args, constants, options)
+        if kernel.__name__ in ("gate_keys_small", "gate_operands_small"):
+            told.append((args[kernel.arg_names.index("small_gates")].tolist(), constants["C"]))
+
+    x = torch.nn.functional.normalize(torch.randn(5, 1, 128, 1, 16), dim=-1).to(BF16)
+    gates = -1e-3 * torch.rand(1, 128, 1, 16)
+    gates[0, 100, 0, 5] = -90.0
+    given = [*x[:3], gates] if name == "gla" else [x[0], gates, *x[1:3], -x[3], 0.5 * x[3]]
+    with unittest.mock.patch.object(launch, "launch", record):
+        getattr(ops, f"chunk_{name}")(*given)
+    (((found,), C),) = told
+    return found, (gates.view(-1, C * 16).sum(1) > -9.0).int().tolist()
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv7"])
+def test_small_gates_are_told(name: str) -> None:
+    """Chunks that are not told are right all the same, and take several times as long."""
+    ((found, want),) = run_ranks(chunks_told, 1, name, env=INTERPRETED, timeout=100)
+    assert found == want and {*want} == {0, 1}
 
 
 def variant(scale: Any = 0.5, chunk_size: int | None = None, H: int = 2) -> LinearAttention:

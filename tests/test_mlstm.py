@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flexsp.comm.group import SequenceParallel
+from flexsp.kernels.diagonal.op import diagonal_pair
+from flexsp.kernels.mlstm import in_pytorch
 from flexsp.nn import MLSTM, SequenceParallelLA
 from flexsp.ops import mlstm
 from flexsp.scan import maxima
@@ -81,6 +83,22 @@ def test_weights_of_keys_are_not_rounded(dtype: torch.dtype) -> None:
     want = (i.double() - found.m).exp()
     assert relative_error(found.weight, want) < torch.finfo(torch.float32).eps
     assert relative_error(found.log_weight.double().exp(), want) < 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nothing_is_rounded_before_the_quotient(dtype: torch.dtype) -> None:
+    """Numerators and denominators in PyTorch are as exact as float32 beside narrow queries, keys and values; and
+    quotients of numerators that are narrow already are."""
+    (q, k, v), u, f = torch.randn(3, 1, 65, 2, 8).to(dtype), torch.rand(1, 65, 2, 1), -torch.rand(2, 1, 65, 2)
+    how: dict[str, Any] = {"scale": 0.3, "initial_states": (None, None), "output_final_state": True}
+    how |= {"cu_seqlens": None, "sp": None, "ops": ("mlstm", "mlstm (normaliser)")}
+    got = diagonal_pair(q, k, (v, u), *f, **how)
+    want = diagonal_pair(q.double(), k.double(), (v.double(), u.double()), *f.double(), **how)
+    errors = [relative_error(x, y) for each in zip(got, want, strict=True) for x, y in zip(*each, strict=True)]
+    n, d, m = v, 3 * torch.randn(1, 65, 2, 1), torch.randn(1, 65, 2).double()
+    exact = in_pytorch.quotients(n.double(), d.double(), m, 0.0, torch.float64)
+    errors.append(relative_error(in_pytorch.quotients(n, d, m, 0.0, torch.float32), exact))
+    assert max(errors) < 8 * torch.finfo(torch.float32).eps, errors
 
 
 @pytest.mark.slow

@@ -22,21 +22,24 @@ from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
 
 Tensor = torch.Tensor
-SHAPES = [(3, 7, 2), (1, 40, 3, 5), (2, 9, 3, 20), (1, 70, 2, 130)]
+SHAPES = [(3, 7, 2), (2, 5, 3), (1, 40, 3, 5), (2, 9, 3, 20), (1, 70, 2, 130)]
 FORMS = [(True, True, None), (True, False, None), (True, True, -5.0), (False, True, -3.0), (False, False, 2.0)]
 """Whether there is A_log, whether there is a bias, and the factor of sigmoids."""
 
 
 def drawn(shape: Sequence[int], form: Any, dtype: torch.dtype, made: torch.Generator) -> list[Tensor | None]:
-    """x behind odd strides, tokens first where heads have one gate; some of it far out. A_log and the bias are in
-    float32 or in x's dtype."""
+    """x behind odd strides, tokens first where heads have one gate, of two sequences with heads two apart; some of it
+    far out. A_log and the bias are in float32 or in x's dtype."""
     turned = (1, 0, 2) if len(shape) == 3 else (2, 1, 0, 3)
     x = torch.randn(*[shape[i] for i in turned], 1 if len(shape) == 3 else 2, generator=made)[..., 0]
     some = torch.rand(x.shape, generator=made)
     x = torch.where(some < 0.05, -30.0, torch.where(some > 0.95, 30.0, 2 * x)).permute(turned)
     A_log, bias = torch.randn(shape[2], generator=made), torch.randn(shape[2:], generator=made)
     other = dtype if made.initial_seed() % 2 else torch.float32
-    found = [x.to(dtype), A_log.to(other) if form[0] else None, bias.to(other) if form[1] else None]
+    x = x.to(dtype)
+    if len(shape) == 3 and shape[0] == 2:
+        x = torch.stack([x, x], -1)[..., 0]
+    found = [x, A_log.to(other) if form[0] else None, bias.to(other) if form[1] else None]
     return [None if p is None else p.requires_grad_() for p in found]
 
 

@@ -77,6 +77,18 @@ def test_weights_of_tokens(weights: Callable[[str], Case]) -> None:
         check_op(case.op, case.oracle, inputs | {"cu_seqlens": bounds}, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_narrow_decays_get_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """Of all tokens, and rounded once: the gradient of the same numbers in float32."""
+    (q, k, v), gamma, found = torch.randn(3, 1, 200, 2, 8).to(dtype), (-0.2 * torch.rand(2)).to(dtype), []
+    do = torch.randn_like(v)
+    for kind in (dtype, torch.float32):
+        leaf = gamma.to(kind).requires_grad_()
+        o, _ = engine(q, k, v, g_gamma=leaf)
+        found.append(torch.autograd.grad(o, leaf, do)[0])
+    assert torch.equal(found[0], found[1].to(dtype))
+
+
 @pytest.mark.parametrize("n", [6, 60])
 def test_documents_over_two_levels_of_the_scan(n: int) -> None:
     """Without gates nothing that leaks over a boundary is forgotten again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,6 +86,19 @@ CASES = {
 @pytest.mark.parametrize("what", quick(CASES, "delta", "gated", "kda", "kda product", *GENERATED))
 def test_against_token_loops(what: str, seed: int) -> None:
     (found,) = run_ranks(of_kernels, 1, CASES[what], seed, env=INTERPRETED)
+    assert not found, found
+
+
+def in_panels(sp: Any, seed: int) -> list[str]:
+    from flexsp.kernels.delta.exact_plan import ExactPlan
+
+    with mock.patch.object(ExactPlan, "_exact_columns", 16):
+        return of_kernels(sp, [Keys("gated", 1, T=9, K=24, V=20), Keys("kda", 1, T=9, K=24, V=36)], seed)
+
+
+def test_values_in_panels(seed: int) -> None:
+    """Gradients where a program has a part of the values' columns at a time, as it has beside many channels."""
+    (found,) = run_ranks(in_panels, 1, seed, env=INTERPRETED)
     assert not found, found
 
 

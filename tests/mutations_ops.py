@@ -12,6 +12,7 @@ _RECIPES, _SEQ_IDX = "tests/test_recipes.py::", "tests/test_seq_idx.py::"
 _UNTRANSFORMED = "        untransformed(cls.title, IN_PYTORCH)\n"
 _FINAL = "        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)\n        initial"
 _DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
+_CHECKS = "tests/test_kept_checks.py::"
 
 OPS = [
     *_in(
@@ -272,6 +273,18 @@ OPS = [
         "flexsp/nn/attention/function.py",
         ("(not q.is_cuda or q.dtype == torch.float64)", "(not q.is_cuda)", "flex attention is asked for float64",
          "tests/test_attention.py::test_what_auto_takes"),
+    ),
+    *_in(
+        "flexsp/ops/_validate.py",
+        ("key += (type(x), x)", "key += (None, x)", "True passes for 1", _CHECKS + "test_what_tells_arguments_apart[True for 1]"),
+        ("key += (x.shape, x.dtype, x.device)", "key += (x.shape, x.device)", "a check forgets dtypes",
+         _CHECKS + "test_what_tells_arguments_apart[dtypes]"),
+        ("key += (x.shape, x.dtype, x.device)", "key += (x.shape, x.dtype)", "a check forgets devices",
+         _CHECKS + "test_what_tells_arguments_apart[devices]"),
+        ("if len(kept) >= _KEPT:", "if False:", "answers pile up", _CHECKS + "test_answers_that_are_kept_are_not_many"),
+        ("or torch.jit.is_tracing()", "", "sizes of a trace are kept", _CHECKS + "test_traces_keep_nothing"),
+        ("elif isinstance(x, torch.Tensor):", "elif False:", "subclasses are told apart by their addresses",
+         _CHECKS + "test_what_is_looked_at_anew[subclasses]"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

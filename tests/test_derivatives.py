@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import flexsp
-from flexsp import SequenceParallel, nn, ops
+from flexsp import SequenceParallel, nn, ops, sequence_parallel
 from flexsp.comm import collectives
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.halo import halo_exchange
@@ -26,6 +26,7 @@ from flexsp.grammar import FlexLinearAttention, decay, transition
 from flexsp.grammar import feature_map as features
 from flexsp.nn import conv
 from flexsp.nn.attention import scaled_dot_product_attention
+from flexsp.scan.by_segments import by_segments
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.testing import compare
 from flexsp.testing.cases import Shape
@@ -106,7 +107,14 @@ _IN_ORDER = ("_BeginFunction", "_EnterFunction", "_EdgeFunction", "_JoinFunction
 IN_SEGMENTS = {
     "flexsp.kernels.segments._Function": lambda sp: of_op(sp, torch.float32),
     **dict.fromkeys((f"flexsp.scan.in_order.{x}" for x in _IN_ORDER), lambda sp: of_op(sp, torch.float64)),
+    "flexsp.scan.by_segments._TogetherFunction": lambda sp: of_tokens(sp),
 }
+
+
+def of_tokens(sp: SequenceParallel) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x, w = leaf(1, 6, 4), leaf(4)
+    with sequence_parallel(sp):
+        return by_segments(None, "tokens", lambda x, w: x * x * w, x, shared=[w]), [x, w]
 
 
 def of_shared(*x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 T, HEADS, SIZE = 256, 2, 32
 CALLS, BURSTS = 30, 12
-OPS = ("chunk_simple_gla", "mamba2_ssd", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7", "chunk_hgrn")
+OPS = ("chunk_simple_gla", "mamba2_ssd", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7", "chunk_hgrn", "chunk_mlstm")
 LAYER = {"hidden_size": 32, "head_dim": 16, "state_size": 16}
 
 
@@ -49,6 +49,8 @@ def inputs_of(op: str) -> dict[str, Any]:
         return {"r": q, "w": -0.5 * torch.rand(rows), "k": unit, "v": v, "a": -unit, "b": unit.clone()}
     if op == "chunk_hgrn":
         return {"x": normal(1, T, 64), "g": gates(1, T, 64)}
+    if op == "chunk_mlstm":
+        return {"q": q, "k": k, "v": v, "i": torch.randn(heads), "f": gates(*heads).exp().logit()}
     found = {"q": q, "k": k, "v": v, "g": gates(*(rows if op == "chunk_gla" else heads))}
     return found | ({"beta": torch.rand(heads)} if "delta" in op else {})
 
@@ -115,7 +117,7 @@ def measure() -> dict[str, float]:
     found = {}
     for name in OPS:
         leaves = {key: x.detach().requires_grad_() for key, x in inputs_of(name).items()}
-        options = {"dt_softplus": True} if name == "mamba2_ssd" else {}
+        options = {"mamba2_ssd": {"dt_softplus": True}, "chunk_mlstm": {"head_first": False}}.get(name, {})
         found |= both_ways(name, functools.partial(getattr(ops, name), **leaves, **options), [*leaves.values()])
     layer, x = nn.Mamba2(**LAYER), torch.randn(1, 8, LAYER["hidden_size"], requires_grad=True)
     return found | both_ways("Mamba2", lambda: (layer(x), None), [x, *layer.parameters()])

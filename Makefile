@@ -9,7 +9,7 @@
 # make mutate    changes the code on purpose, a line at a time, and reports what no test notices; some minutes
 #                ARGS="--sample 40": at random, and says what share of the changes is noticed
 # make same-code BASE=commit  whether every kernel is compiled to the same PTX as there; some minutes, no GPU
-# make host-time BASE=commit  the host's time for calls of six ops and of Mamba2, beside that there
+# make host-time BASE=commit  the host's time for calls of seven ops and of Mamba2, beside that there
 # make docs      the documentation as a site, in build/docs; a warning is an error
 # make test-gpu  the GPU tests, with the environment's own Python (torch with CUDA, pytest and pytest-xdist installed)
 # make sanitize  compute-sanitizer over one small call of every distinct kernel configuration, on a GPU

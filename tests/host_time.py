@@ -27,7 +27,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 T, HEADS, SIZE = 256, 2, 32
 CALLS, BURSTS = 30, 12
-OPS = ("chunk_simple_gla", "mamba2_ssd", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7", "chunk_hgrn", "chunk_mlstm")
+OPS = (
+    "chunk_simple_gla", "mamba2_ssd", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7", "chunk_hgrn", "chunk_mlstm",
+)  # fmt: skip
 LAYER = {"hidden_size": 32, "head_dim": 16, "state_size": 16}
 
 

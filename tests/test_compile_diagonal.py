@@ -70,7 +70,7 @@ WALKS = {"summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel", "walk_k
 IN_TRITON = {"output_kernel", "dq_kernel", "dkv_kernel"}
 KERNELS = WALKS - {"walk_kernel"} | {"gate_kernel", "gate_grad_kernel", "token_sums_kernel", "tail_kernel"}
 OF_MAMBA2 = {"step_kernel", "step_grads_kernel", "sum_heads_kernel"}
-TURNED = {"chunk_states_kernel", "turn_edges_kernel", "turned_grad_kernel"}
+TURNED = {"turned_grad_kernel"}
 BY_CHUNKS = {"chunk_states_kernel", "shared_values_kernel", "shared_keys_kernel", "chunk_gate_grad_kernel"}
 
 

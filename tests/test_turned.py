@@ -98,10 +98,19 @@ def weights_of(case: Case, inputs: dict[str, Tensor], seed: int) -> list[Tensor]
     return [of_o, torch.randn(shape, generator=made, dtype=torch.float64)]
 
 
-def errors(sp: Any, kind: str, seed: int) -> tuple[float, float]:
+def by_edges() -> None:
+    """From now on walks of dq and dk leave nothing to gradients of angles, as where they are in Gluon."""
+    from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
+
+    DiagonalPlan.turns_in_walks = False  # type: ignore[assignment,method-assign]
+
+
+def errors(sp: Any, kind: str, seed: int, in_walks: bool) -> tuple[float, float]:
     """Of the engine in PyTorch, and of kernels with two segments whose states do not fit in memory at once."""
     from flexsp.kernels.diagonal import turned_plan
 
+    if not in_walks:
+        by_edges()
     case = CASES[kind]
     inputs = draw(case, seed)
     weights = weights_of(case, inputs, seed)
@@ -117,9 +126,11 @@ def errors(sp: Any, kind: str, seed: int) -> tuple[float, float]:
     return relative_error(by_pytorch, want), relative_error(by_kernels, want)
 
 
+@pytest.mark.parametrize("in_walks", [True, False], ids=["in walks", "by edges"])
 @pytest.mark.parametrize("kind", CASES)
-def test_against_the_rotation(kind: str, seed: int) -> None:
-    ((by_pytorch, by_kernels),) = run_ranks(errors, 1, kind, seed, env=INTERPRETED)
+def test_against_the_rotation(kind: str, in_walks: bool, seed: int) -> None:
+    own = not in_walks  # processes, which keep no launches of others
+    ((by_pytorch, by_kernels),) = run_ranks(errors, 1, kind, seed, in_walks, env=INTERPRETED, own_processes=own)
     assert by_pytorch < 1e-12 and by_kernels < 2e-5, (by_pytorch, by_kernels)
 
 
@@ -152,8 +163,10 @@ def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
     assert found.max() < (8e-3 if dtype == BF16 else 2e-3), draws
 
 
-def apart_from_states(sp: Any, pairwise: bool, seed: int) -> float:
+def apart_from_states(sp: Any, pairwise: bool, seed: int, in_walks: bool) -> float:
     """What the sum of all tokens' gradients is off what its first and last states tell, <J S', dS'> - <J S, dS>."""
+    if not in_walks:
+        by_edges()
     case = Case(T=150, K=16, V=32, S=8, groups=2, pairwise=pairwise)
     given = draw(case, seed)
     leaves = {x: given[x].to(torch.float32 if x in ("g", "turned", "initial_state") else BF16) for x in given}
@@ -176,11 +189,13 @@ def apart_from_states(sp: Any, pairwise: bool, seed: int) -> float:
     return relative_error(grads["turned"].double().sum(1), 2 * math.pi * want)
 
 
+@pytest.mark.parametrize("in_walks", [True, False], ids=["in walks", "by edges"])
 @pytest.mark.parametrize("pairwise", [True, False])
-def test_shards_add_up_to_what_their_states_tell(pairwise: bool, seed: int) -> None:
+def test_shards_add_up_to_what_their_states_tell(pairwise: bool, in_walks: bool, seed: int) -> None:
     """In bfloat16, to float32's digits: one rank's last state is another's first, and what these two tell must cancel
     in sums over the tokens of both, which all earlier tokens have. With the first state rounded it was 1e-3."""
-    (found,) = run_ranks(apart_from_states, 1, pairwise, seed, env=INTERPRETED)
+    own = not in_walks
+    (found,) = run_ranks(apart_from_states, 1, pairwise, seed, in_walks, env=INTERPRETED, own_processes=own)
     assert found < 1e-5
 
 

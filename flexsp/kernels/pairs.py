@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_pairs", "partner_of", "store_pairs"]
+__all__ = ["load_pairs", "load_turned", "partner_of", "store_pairs"]
 
 
 @triton.jit
@@ -45,6 +45,19 @@ def store_pairs(
         k = 2 * (FIRST + shift) + tl.arange(0, 2 * BP)
         tile = tl.reshape(tl.join(one, two), [BT, 2 * BP])
         tl.store(rows[:, None] + k[None, :], tile, mask=there[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def load_turned(
+    base, stride_t, length, col0, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr
+):
+    """The tile [C, BK] of `load_rows` with pairs turned by a quarter back: (x, y) becomes (y, -x)."""
+    rows = tl.arange(0, C)[:, None]
+    k = col0 + tl.arange(0, BK)
+    other, second = partner_of(k, K, HALVES)
+    inside = (rows < length) & ((k < K) & (other < K))[None, :]
+    x = tl.load(base + rows * stride_t + other[None, :], mask=inside, other=0.0)
+    return tl.where(second[None, :], -x, x)
 
 
 @triton.jit

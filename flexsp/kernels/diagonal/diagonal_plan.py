@@ -122,7 +122,12 @@ class DiagonalPlan(BasePlan):
         return HopperWalks(self)
 
     def turned_rows(self, name: str) -> TurnedRows:
-        return TurnedRows(self, name, self.angles)
+        return TurnedRows(self, name, self.angles, self.turns_in_walks)
+
+    @property
+    def turns_in_walks(self) -> bool:
+        """Whether walks of dq and dk leave what gradients of angles add up to. Those in Gluon do not."""
+        return self.shared is None and self.hopper is None
 
     def of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""
@@ -315,16 +320,21 @@ class DiagonalPlan(BasePlan):
             return [*self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
+        turned = self._turned_in_walks(wanted)
+        turns = "@turn_reads" if turned else None
         ends = None if last is None else "@ends"
         dq = self.walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, ends, "@states", initial, last],
-            named(to, reads, sums, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
+            ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, turns, ends, "@states", initial, last],
+            named(to, reads, sums, turns, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None,
-            STRICT=self.strict, GROUP=self.group,
+            STRICT=self.strict, TURNED=turned, HALVES=self.turned == "turned_halves", GROUP=self.group,
         )  # fmt: skip
         return [dq, *self._sum_heads("d_q")]
+
+    def _turned_in_walks(self, wanted: Collection[str]) -> bool:
+        return self.turned is not None and self.turned in wanted and self.turns_in_walks
 
     def _dkv(
         self, tile: Tile, last: str | None, to_initial: str | None, to: str, with_dv: bool, wanted: Collection[str]
@@ -339,7 +349,10 @@ class DiagonalPlan(BasePlan):
             return walks.dk(to, last, gates=dgate, skips=skips) if with_dk else [walks.dv(last, to_initial)]
         dskip = "@of_skip" if with_dv and skips else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
-        sums = ["@pairs", "@writes", "@write_sums" if self._exact else None, "@edges"] if dgate else [None] * 4
+        turned = with_dk and self._turned_in_walks(wanted)
+        turns = "@turn_writes" if turned else None
+        sums = ["@pairs", "@writes", "@write_sums" if self._exact else None] if dgate else [None] * 3
+        sums += [turns, "@edges" if dgate else None]
         return [self.walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
             ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
@@ -351,7 +364,7 @@ class DiagonalPlan(BasePlan):
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
-            STRICT=self.strict, GROUP=self.group,
+            STRICT=self.strict, TURNED=turned, HALVES=self.turned == "turned_halves", GROUP=self.group,
         )]  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:

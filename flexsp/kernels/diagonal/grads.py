@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flexsp.kernels.pairs import load_turned
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -60,20 +61,22 @@ def _inner_by_rows(to, x, y, N: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, writing, dq, reads, read_sums, ends, states, initial, dfinal, table,
+    q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
     PARTS: tl.constexpr, EXACT: tl.constexpr, ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    STRICT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    STRICT: tl.constexpr, TURNED: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
     BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
     rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
-    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`.
+    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNED: turn_reads like
+    read_sums, of queries whose pairs (HALVES: of channels K / 2 apart) are turned by a quarter back.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -92,6 +95,7 @@ def dq_kernel(
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
     read_sums += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
+    turn_reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
 
     if ALIKE:
         k_st = q_st
@@ -122,6 +126,10 @@ def dq_kernel(
             if EXACT:
                 added = written(qc, power(bc) * scale, oc, V, DOT, PREC)
                 _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
+        if TURNED:
+            turned = load_turned(q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
+            weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
+            _inner_by_rows(turn_reads + c * per_chunk * BK, S, written(turned, weight, oc, V, DOT, PREC), BK)
         held = tl.trans(S.to(DOT))
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
@@ -154,7 +162,7 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, edges, of_steps, of_skip,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_writes, edges, of_steps, of_skip,
     states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh, w_sb, w_st, w_sh,
@@ -163,8 +171,8 @@ def dkv_kernel(
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
-    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNED: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
@@ -180,7 +188,8 @@ def dkv_kernel(
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
     has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN), which `writes` leave out. DSKIP: of_skip [B, H,
-    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`.
+    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNED (with DK): turn_writes like write_sums, of
+    keys whose pairs (HALVES: of channels K / 2 apart) are turned by a quarter back.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -250,6 +259,10 @@ def dkv_kernel(
         if DG and EXACT:
             added = written(kc, into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
+        if TURNED:
+            turned = load_turned(k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
+            added = written(turned, into if GATED else None, vc, V, DOT, PREC)
+            _inner_by_rows(turn_writes + at_sums * BK, dS, added, BK)
         held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)

@@ -6,11 +6,15 @@ has that of all later tokens. Of these sums little is left: where a token reads 
 parts cancel. Products of rounded rows and states do not cancel as exact ones do. What is left over would grow with the
 number of later tokens (a random walk), and a sum over angles would add that up.
 
-So the parts of a chunk are made to add up to what they add up to in exact numbers. By section 18 of docs/math.md that
-is <J S', dS'> - <J S, dS>, of the state S and its gradient as they enter the chunk and S', dS' behind it. Walks with
-states in fp32 tell <J S, dS> of every chunk (`turn_edges_kernel`); what is missing from a chunk's sum is shared by its
-tokens (`turned_grad_kernel`). The number of one edge serves the chunks on both sides, so that errors of sums over
-tokens are those of a chunk or two, however long the text.
+So the parts of a chunk are made to add up to what they add up to in exact numbers; what is missing from its sum is
+shared by its tokens (`turned_grad_kernel`). By section 18 of docs/math.md that is <J S', dS'> - <J S, dS>, of the
+state S and its gradient as they enter the chunk and S', dS' behind it. With what the chunk adds to both, S' = a S + W
+and dS = a dS' + R, it is <J W, dS'> - <J S, R>: the walk of dq has S and R, the walk of dk has dS' and W, in fp32 and
+of the very products that states are made of. So the terms of neighbouring chunks cancel to fp32 rounding, and errors of
+sums over tokens are those of a chunk or two, however long the text.
+
+Where other kernels make dq and dk, walks tell <J S, dS> of every chunk (`turn_edges_kernel`); the number of one edge
+serves the chunks on both sides.
 """
 
 from __future__ import annotations
@@ -118,11 +122,13 @@ def _of_pairs(rows, p, K: tl.constexpr, S: tl.constexpr, TILES: tl.constexpr, HA
 def turned_grad_kernel(
     q, k, dq, dk, edges, ends, to, table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, T, H, n_chunks,
     K: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr,
-    HALVES: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, IN_WALKS: tl.constexpr, READ_ROWS: tl.constexpr,
+    WRITTEN_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """to [B, T, G, S]: gradients of the turns by which rows of q and k [B, T, G, K] were turned, of one chunk and BP
-    pairs. They add up to what `edges` and `ends` tell (see `turn_edges_kernel`) of the GROUP heads that share a row.
-    dq, dk [B, T, G, K]."""
+    pairs. They add up to what `edges` and `ends` tell (see `turn_edges_kernel`) of the GROUP heads that share a row;
+    IN_WALKS: to what `turn_reads` and `turn_writes` of the walks of dq and dk do, given in their place. dq, dk
+    [B, T, G, K]."""
     begin(PDL)
     c = tl.program_id(0)
     G = H // GROUP
@@ -143,16 +149,21 @@ def turned_grad_kernel(
     missing = -tl.sum(found, axis=0)
     for n in tl.static_range(GROUP):
         h = group * GROUP + n
-        of_chunk = edges + ((b * H + h) * (n_chunks + 1) + c) * TILES * K
-        missing -= _of_pairs(of_chunk, p, K, S, TILES, HALVES)
-        behind = of_chunk + TILES * K
-        if PACKED:
-            if last:
-                if FINAL:
-                    missing += _of_pairs(ends + (doc * H + h) * TILES * K, p, K, S, TILES, HALVES)
+        if IN_WALKS:
+            at_chunk = (b * H + h) * n_chunks + c
+            missing -= _of_pairs(edges + at_chunk * READ_ROWS, p, K, S, 1, HALVES)
+            missing -= _of_pairs(ends + at_chunk * WRITTEN_ROWS, p, K, S, 1, HALVES)
+        else:
+            of_chunk = edges + ((b * H + h) * (n_chunks + 1) + c) * TILES * K
+            missing -= _of_pairs(of_chunk, p, K, S, TILES, HALVES)
+            behind = of_chunk + TILES * K
+            if PACKED:
+                if last:
+                    if FINAL:
+                        missing += _of_pairs(ends + (doc * H + h) * TILES * K, p, K, S, TILES, HALVES)
+                else:
+                    missing += _of_pairs(behind, p, K, S, TILES, HALVES)
             else:
                 missing += _of_pairs(behind, p, K, S, TILES, HALVES)
-        else:
-            missing += _of_pairs(behind, p, K, S, TILES, HALVES)
     found += (missing / tl.maximum(length, 1).to(tl.float32))[None, :]
     tl.store(to + (at * S)[:, None] + p[None, :], _PI2 * found, mask=there[:, None] & (p < S)[None, :])

@@ -23,13 +23,18 @@ _PROGRAMS = 128  # of a walk at least, if there are so many segments
 class TurnedRows:
     """Of a plan whose queries and keys were turned by `name` [B, T, G, S].
 
-    Buffers: ``@chunk_states`` as they enter the chunks of a piece of the tokens, as many as FEW bytes hold,
-    ``@ended`` those behind the last tokens of packed documents, ``@turn_edges`` and ``@turn_ends``.
+    Buffers: ``@turn_reads`` and ``@turn_writes`` of walks; else ``@chunk_states`` as they enter the chunks of a piece
+    of the tokens, as many as FEW bytes hold, ``@ended`` those behind the last tokens of packed documents,
+    ``@turn_edges`` and ``@turn_ends``.
+
+    Attributes:
+        in_walks: the walks of dq and dk leave what the gradients of a chunk add up to.
     """
 
     plan: BasePlan
     name: str
     S: int
+    in_walks: bool
 
     @property
     def _tile(self) -> Tile:
@@ -70,10 +75,24 @@ class TurnedRows:
             Buffer("@ended", Role.SCRATCH, _F32, (p.n_docs, p.H, *plan.state)),
             Buffer("@turn_edges", Role.SCRATCH, _F32, (p.B, p.H, p.n_chunks + 1, *rows)),
             Buffer("@turn_ends", Role.SCRATCH, _F32, (p.n_docs, p.H, *rows)),
+            Buffer("@turn_reads", Role.SCRATCH, _F32, (p.B, p.H, p.n_chunks, self._read_rows)),
+            Buffer("@turn_writes", Role.SCRATCH, _F32, (p.B, p.H, p.n_chunks, self._written_rows)),
         ]
+
+    @property
+    def _read_rows(self) -> int:
+        dq = self.plan.tiling.tiles.dq
+        return -(-self.plan.tiling.K // dq.bk) * dq.bk
+
+    @property
+    def _written_rows(self) -> int:
+        dk = self.plan.tiling.tiles.dk
+        return -(-self.plan.tiling.K // dk.bk) * dk.bk
 
     def gradients(self, last: str | None) -> list[LaunchSpec]:
         """After those of q and k, from which it is made; `last` as in `LaunchPlan.gradients`."""
+        if self.in_walks:
+            return [self._of_tokens(None)]
         launches = [x for first in range(0, self.plan.n_seg, self._segments) for x in self._edges(first, last)]
         return [*launches, self._of_tokens(last)]
 
@@ -96,13 +115,17 @@ class TurnedRows:
     def _of_tokens(self, last: str | None) -> LaunchSpec:
         plan, p, to = self.plan, self.plan.tiling, gradient_of(self.name)
         ends = "@turn_edges" if last is None else "@turn_ends"
+        edges = "@turn_edges"
+        if self.in_walks:
+            edges, ends = "@turn_reads", "@turn_writes"
         constants = {
+            "IN_WALKS": self.in_walks, "READ_ROWS": self._read_rows, "WRITTEN_ROWS": self._written_rows,
             "K": p.K, "S": self.S, "BP": _PAIRS, "C": p.chunk, "TILES": self._tiles, "GROUP": plan.group,
             "HALVES": self._halves, "FINAL": last is not None,
         }  # fmt: skip
         return plan.launch(
             "turned_grad_kernel", Launch(0, 4, 1), (p.n_chunks, p.B * p.H // plan.group, -(-self.S // _PAIRS)),
-            ["q", "k", "d_q", "d_k", "@turn_edges", ends, to], [to], ["q", "k", p.T, p.H, p.n_chunks], constants,
+            ["q", "k", "d_q", "d_k", edges, ends, to], [to], ["q", "k", p.T, p.H, p.n_chunks], constants,
         )  # fmt: skip
 
     @property

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flexsp
-from flexsp import SequenceParallel, ops
+from flexsp import SequenceParallel, SequenceParallelLA, ops
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay, transition
+from flexsp.nn import unwrap
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness import grammar, objectives
@@ -280,6 +281,36 @@ class Nested(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.chunk_retention(*3 * (super().forward(x).unflatten(-1, (2, -1)),))[0].flatten(-2)
+
+
+@pytest.mark.parametrize("made", [
+    lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)), lambda: nn.LayerNorm(8),
+    lambda: flexsp.nn.SimpleGLA(8, num_heads=2),
+], ids=["ReLU", "LayerNorm", "SimpleGLA"])  # fmt: skip
+def test_outputs_can_be_changed_in_place(made: Any) -> None:
+    torch.manual_seed(1)
+    layer, x, found = made(), torch.randn(1, 20, 8), []
+    for sp in (SequenceParallel(), SequenceParallel(segment=8)):
+        layer.zero_grad()
+        y = SequenceParallelLA(layer, sp)(x)
+        y = y[0] if isinstance(y, tuple) else y
+        y.mul_(2.0)
+        y.square().sum().backward()
+        found.append([y.detach(), *[p.grad for p in layer.parameters()]])
+        unwrap(layer)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("module", "expected"), [
+    (nn.Embedding(5, 8, max_norm=1.0), "an embedding without max_norm"),
+    (nn.Embedding(5, 8, scale_grad_by_freq=True), "an embedding without max_norm and scale_grad_by_freq"),
+    (nn.RReLU(), "evaluation mode"),
+], ids=["max_norm", "scale_grad_by_freq", "RReLU"])  # fmt: skip
+def test_modules_that_look_at_other_tokens_are_refused(module: nn.Module, expected: str) -> None:
+    x = torch.zeros(1, 9, dtype=torch.int64) if isinstance(module, nn.Embedding) else torch.randn(1, 9, 8)
+    with pytest.raises(NotAvailable, match=f"with bitwise expected {expected}"):
+        SequenceParallelLA(module, SequenceParallel(segment=8))(x)
 
 
 def test_ops_are_not_run_on_one_segment() -> None:

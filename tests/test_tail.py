@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from flexsp import nn, ops
+from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.nn.attention import scaled_dot_product_attention
 from flexsp.testing.cases import CASES, Case
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
-from tests.harness.objectives import MODELS, draw_for
+from tests.harness.objectives import MODELS, ROPE, draw_for
 from tests.harness.ops import ALL
 from tests.harness.tail import wrong
 from tests.marks import quick
@@ -77,9 +78,15 @@ def test_layers_learn_nothing_of_the_tail(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["mamba3, read", "rows", "read", "difference", "information", "contrastive"])
+WITH_ANGLES = {
+    "rope": lambda: FlexLinearAttention(decay.gated(), ROPE),
+    "rope, steps": lambda: FlexLinearAttention(decay.exponential(), ROPE),
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *WITH_ANGLES])
 def test_objectives(name: str, seed: int) -> None:
-    model = MODELS[name]()
+    model = (MODELS | WITH_ANGLES)[name]()
     inputs = draw_for(model, 1, 7, seed)
     tokens = tuple(key for key, x in inputs.items() if x.dim() > 1 and x.shape[1] == 7 and key != "mimo_x")
     case = Case(model, None, lambda s, r: inputs, tokens=tokens)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from flexsp.kernels import gates
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
 from flexsp.scan.in_order import Arguments, run_in_order
+from flexsp.scan.tokens import without_tail
 
 if TYPE_CHECKING:
     from flexsp.grammar.mask import Factors, Mask
@@ -262,7 +263,8 @@ class FlexLinearAttention:
             initial_state, before = split_angle(initial_state, sizes[1])
         angles, turned, own = self._angles(q, given, before, cu_seqlens, group), None, None
         if angles is not None and "theta" in given and self._on_the_diagonal_engine:
-            turned, own = angles.taken(), scale * (q * k).sum(-1)
+            reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))
+            turned, own = angles.taken(), scale * (reads * keys).sum(-1)
         q, k = self._map(q, angles), self._map(k, angles)
         call = Call(
             q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback,
@@ -324,7 +326,7 @@ class FlexLinearAttention:
             own, call = call.own, call._replace(gate=_clamped(gate, per_head, q), column=column)
             q, k, v = (x.unsqueeze(2) for x in (q, k, call.values))
             o, final = on_diagonal(call, q, k, v, call.initial, "FlexLinearAttention rope", call.turned)
-            return o.squeeze(2) + own.unsqueeze(-1) * call.values, final
+            return o.squeeze(2) + own.unsqueeze(-1) * without_tail(call.values, call.cu_seqlens, call.group), final
         if self._on_the_diagonal_engine:
             if column is not None:
                 v = (v.to(check.accumulation_dtype(q)) * column.unsqueeze(-1)).to(v.dtype)

@@ -278,8 +278,8 @@ class Spectral(Objective):
         fixed = theta.detach()
         q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, fixed), (call.k, fixed), (call.values, psi)))
         o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral", -theta / _TURN)
-        own = call.scale * (call.q * call.k).sum(-1, keepdim=True)
-        o = rotate(o.squeeze(2), psi) + own * call.values
+        reads, keys, values = (without_tail(x, call.cu_seqlens, call.group) for x in (call.q, call.k, call.values))
+        o = rotate(o.squeeze(2), psi) + call.scale * (reads * keys).sum(-1, keepdim=True) * values
         if not call.want_final:
             return o, None
         ends = last(angles, None, call.cu_seqlens, call.group)

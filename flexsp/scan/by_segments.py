@@ -183,7 +183,7 @@ class _TogetherFunction(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         save_for_order(ctx, anchor)
-        return tuple([x.view_as(x) for x in outputs])
+        return tuple([x.clone() for x in outputs])  # views of several outputs could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -91,3 +91,17 @@ def test_objectives(name: str, seed: int) -> None:
     tokens = tuple(key for key, x in inputs.items() if x.dim() > 1 and x.shape[1] == 7 and key != "mimo_x")
     case = Case(model, None, lambda s, r: inputs, tokens=tokens)  # type: ignore[arg-type]
     assert not wrong(case, torch.float64, 4, 7, seed, states=0)
+
+
+@pytest.mark.parametrize("name", ["spectral", *WITH_ANGLES])
+def test_tails_are_not_read(name: str, seed: int) -> None:
+    """Rows behind the last document may hold anything: outputs are 0 there, and gradients of rows, too."""
+    model = (MODELS | WITH_ANGLES)[name]()
+    inputs = draw_for(model, 1, 7, seed)
+    rows = {key: inputs[key] for key in ("q", "k", "v")}
+    for x in rows.values():
+        x[:, 4:] = torch.nan
+        x.requires_grad_()
+    o, _ = model(**inputs, cu_seqlens=torch.tensor([0, 2, 4]))
+    o.sum().backward()
+    assert bool((o[:, 4:] == 0).all()) and all(bool((x.grad[:, 4:] == 0).all()) for x in rows.values())

@@ -29,6 +29,8 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "kda": lambda: model(decay.gated(per_head=False), t=transition.delta_rule()),
     "delta_net": lambda: model(decay.none(), t=transition.delta_rule()),
     "delta_rope": lambda: model(decay.gated(), feature_map.rope(data_dependent=True), transition.delta_rule()),
+    "gla, rope": lambda: model(decay.gated(), feature_map.rope(data_dependent=True)),
+    "mamba2, rope": lambda: model(decay.exponential(), feature_map.rope(data_dependent=True)),
     "linear, elu": lambda: model(decay.none(), feature_map.elu()),
     "linear, relu": lambda: model(decay.none(), feature_map.relu()),
     "retnet": lambda: model(decay.fixed(), feature_map.rope()),

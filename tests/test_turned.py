@@ -134,10 +134,10 @@ def test_against_the_rotation(kind: str, in_walks: bool, seed: int) -> None:
     assert by_pytorch < 1e-12 and by_kernels < 2e-5, (by_pytorch, by_kernels)
 
 
-def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list[float]:
-    """In half precision, of what angles in front of chunks get, of what every angle gets, and of its sum: against
-    float64 with the same rows. decay: of log gates, -.16 on average for 1. Where they are large, tokens do not read
-    what they write themselves, as in Mamba-3."""
+def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list[tuple[float, float]]:
+    """In half precision, of what angles in front of chunks get, of what every angle gets, and of its sum: how far each
+    is off float64 with the same rows, and how large that is. decay: of log gates, -.16 on average for 1. Where they are
+    large, tokens do not read what they write themselves, as in Mamba-3."""
     T = 192 if decay > 1 else 768 if dtype == BF16 else 256  # chunks of float16 have 16 tokens, those of bfloat16 64
     case = Case(T=T, K=16, V=16, S=8, groups=1 if decay < 1 else 2, states=decay < 1, strict=decay > 1)
     inputs = draw(case, seed)
@@ -151,16 +151,22 @@ def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list
     exact = gradients(case, inputs | rows | {"turned": 0 * turned}, weights, torch.float64, by_engine=True)
     got, want = (x.flip(1).cumsum(1).flip(1) for x in (narrow, exact))
     pairs = (got[:, ::64], want[:, ::64]), (got, want), (got.sum(1), want.sum(1))
-    return [relative_error(*pair) for pair in pairs]
+    return [(float((a - b).norm()), float(b.norm())) for a, b in pairs]
+
+
+def of_draws(dtype: torch.dtype, decay: float, seed: int, draws: int) -> Tensor:
+    """Relative errors of several draws together: what is summed up may nearly vanish in one."""
+    found = [run_ranks(errors_of_sums, 1, dtype, decay, seed + n, env=INTERPRETED)[0] for n in range(draws)]
+    off, size = torch.tensor(found).square().sum(0).sqrt().unbind(1)
+    return off / size
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
     """In bfloat16, without what makes chunks add up to what states tell, .010 to .014 in front of chunks and .011 to
     .021 of sums (five seeds); with it .003 to .006."""
-    draws = [run_ranks(errors_of_sums, 1, dtype, 0.1, seed + n, env=INTERPRETED)[0] for n in range(3)]
-    found = torch.tensor(draws).square().mean(0).sqrt()  # sums of one draw may nearly vanish
-    assert found.max() < (8e-3 if dtype == BF16 else 2e-3), draws
+    found = of_draws(dtype, 0.1, seed, 3)
+    assert found.max() < (8e-3 if dtype == BF16 else 2e-3), found
 
 
 def apart_from_states(sp: Any, pairwise: bool, seed: int, in_walks: bool) -> float:
@@ -201,7 +207,7 @@ def test_shards_add_up_to_what_their_states_tell(pairwise: bool, in_walks: bool,
 
 @pytest.mark.parametrize("decay", [5.0, *slow(20.0), 50.0])
 def test_where_states_decay_at_once(decay: float, seed: int) -> None:
-    """Mean log gates of -.8, -3.2 and -8 a token, by three seeds together. With own products in the scores, errors
-    are .011, .02 and .04."""
-    found = [run_ranks(errors_of_sums, 1, BF16, decay, seed + n, env=INTERPRETED)[0][1] for n in range(3)]
-    assert sum(found) / 3 < 0.01, found
+    """Mean log gates of -.8, -3.2 and -8 a token, by 24 seeds together. With own products in the scores,
+    errors are .011, .02 and .04; without .0078, .008 and .0088, by draws of which one in ten is above .01 at -8."""
+    found = of_draws(BF16, decay, seed, 24)[1]
+    assert found < 0.01, found

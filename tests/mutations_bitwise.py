@@ -193,4 +193,14 @@ BITWISE = [
             "tests/test_bitwise.py::test_bad_groups",
         ),
     ),
+    *_in(
+        "flexsp/scan/by_segments.py",
+        ("[x.clone() for x in outputs]", "[x.view_as(x) for x in outputs]", "outputs cannot be changed in place",
+         f"{_OF_LAYERS}::test_outputs_can_be_changed_in_place[LayerNorm]"),
+    ),
+    *_in(
+        "flexsp/nn/wrapper.py",
+        ("or module.scale_grad_by_freq)", ")", "tokens are counted a segment at a time",
+         f"{_OF_LAYERS}::test_modules_that_look_at_other_tokens_are_refused[scale_grad_by_freq]"),
+    ),
 ]

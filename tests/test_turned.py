@@ -169,11 +169,11 @@ def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
     assert found.max() < (8e-3 if dtype == BF16 else 2e-3), found
 
 
-def apart_from_states(sp: Any, pairwise: bool, seed: int, in_walks: bool) -> float:
+def apart_from_states(sp: Any, pairwise: bool, seed: int, in_walks: bool, K: int = 16) -> float:
     """What the sum of all tokens' gradients is off what its first and last states tell, <J S', dS'> - <J S, dS>."""
     if not in_walks:
         by_edges()
-    case = Case(T=150, K=16, V=32, S=8, groups=2, pairwise=pairwise)
+    case = Case(T=150, K=K, V=32, S=K // 2, groups=2, pairwise=pairwise)
     given = draw(case, seed)
     leaves = {x: given[x].to(torch.float32 if x in ("g", "turned", "initial_state") else BF16) for x in given}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
@@ -202,6 +202,12 @@ def test_shards_add_up_to_what_their_states_tell(pairwise: bool, in_walks: bool,
     in sums over the tokens of both, which all earlier tokens have. With the first state rounded it was 1e-3."""
     own = not in_walks
     (found,) = run_ranks(apart_from_states, 1, pairwise, seed, in_walks, env=INTERPRETED, own_processes=own)
+    assert found < 1e-5
+
+
+def test_shards_add_up_where_keys_lie_in_tiles(seed: int) -> None:
+    """Of 256 channels: walks of dq and dk have some of them each, and dv has a walk of its own."""
+    (found,) = run_ranks(apart_from_states, 1, False, seed, True, 256, env=INTERPRETED)
     assert found < 1e-5
 
 

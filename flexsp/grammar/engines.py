@@ -93,6 +93,7 @@ def on_diagonal(
     gives the gradient. Then o_t lacks what token t itself writes, in which turns cancel, but not what rounds it.
     """
     if call.gate is not None and call.gate.dim() == 4:
+        assert turned is None, "such gates do not commute with turns"
         q, k, v = (x.squeeze(2) for x in (q, k, v))
         o, final = compiled(call, "linear", {"q": q, "k": k, "v": v}, initial)
         return o.unsqueeze(2), final

@@ -122,17 +122,18 @@ are refused."""
 
 def _run_by_segments(module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``run(*args, **kwargs)``, the forward of one of `_TOKENWISE`."""
-    x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-    if segments_wanted() is not None and (x is None or x.dim() < 2 + x.is_floating_point()):
-        got = "no tensor" if x is None else f"shape {list(x.shape)}"
-        raise NotAvailable(f"{type(module).__name__}: with bitwise expected tokens [B, T, ...], got {got}")
-    if segments_wanted() is not None and (reason := _not_by_segments(module)) is not None:
-        raise NotAvailable(f"{type(module).__name__}: with bitwise expected {reason}")
+    if segments_wanted() is not None:
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        expected = _expected(module, x)
+        if expected is not None:
+            raise NotAvailable(f"{type(module).__name__}: with bitwise expected {expected}")
     return by_segments(module, "call", lambda args, kwargs: run(*args, **kwargs), args, kwargs)
 
 
-def _not_by_segments(module: nn.Module) -> str | None:
-    """What a module must not have, of which each segment would make something else than all tokens together."""
+def _expected(module: nn.Module, x: torch.Tensor | None) -> str | None:
+    """What a call lacks of which segments make what all tokens together do."""
+    if x is None or x.dim() < 2 + x.is_floating_point():
+        return f"tokens [B, T, ...], got {'no tensor' if x is None else f'shape {list(x.shape)}'}"
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
         return "an embedding without max_norm and scale_grad_by_freq, which look at all tokens"
     if isinstance(module, nn.RReLU) and module.training:

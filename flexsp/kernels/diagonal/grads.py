@@ -128,6 +128,7 @@ def dq_kernel(
                 _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
         if TURNED:
             turned = load_turned(q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
+            # Weighted, so rounded, as what the walk of dk and dv adds to dS: then neighbouring chunks cancel.
             weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
             _inner_by_rows(turn_reads + c * per_chunk * BK, S, written(turned, weight, oc, V, DOT, PREC), BK)
         held = tl.trans(S.to(DOT))

@@ -98,39 +98,21 @@ def weights_of(case: Case, inputs: dict[str, Tensor], seed: int) -> list[Tensor]
     return [of_o, torch.randn(shape, generator=made, dtype=torch.float64)]
 
 
-def by_edges() -> None:
-    """From now on walks of dq and dk leave nothing to gradients of angles, as where they are in Gluon."""
-    from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
-
-    DiagonalPlan.turns_in_walks = False  # type: ignore[assignment,method-assign]
-
-
-def errors(sp: Any, kind: str, seed: int, in_walks: bool) -> tuple[float, float]:
-    """Of the engine in PyTorch, and of kernels with two segments whose states do not fit in memory at once."""
-    from flexsp.kernels.diagonal import turned_plan
-
-    if not in_walks:
-        by_edges()
+def errors(sp: Any, kind: str, seed: int) -> tuple[float, float]:
+    """Of the engine in PyTorch, and of kernels with two segments."""
     case = CASES[kind]
     inputs = draw(case, seed)
     weights = weights_of(case, inputs, seed)
     want = gradients(case, inputs, weights, torch.float64, by_engine=False)
     by_pytorch = gradients(case, inputs, weights, torch.float64, by_engine=True)
-    before = turned_plan.FEW, turned_plan._PROGRAMS
-    turned_plan.FEW = turned_plan._PROGRAMS = 1
-    try:
-        with poisoned(2, 2):
-            by_kernels = gradients(case, inputs, weights, case.dtype, by_engine=True)
-    finally:
-        turned_plan.FEW, turned_plan._PROGRAMS = before
+    with poisoned(2, 2):
+        by_kernels = gradients(case, inputs, weights, case.dtype, by_engine=True)
     return relative_error(by_pytorch, want), relative_error(by_kernels, want)
 
 
-@pytest.mark.parametrize("in_walks", [True, False], ids=["in walks", "by edges"])
 @pytest.mark.parametrize("kind", CASES)
-def test_against_the_rotation(kind: str, in_walks: bool, seed: int) -> None:
-    own = not in_walks  # processes, which keep no launches of others
-    ((by_pytorch, by_kernels),) = run_ranks(errors, 1, kind, seed, in_walks, env=INTERPRETED, own_processes=own)
+def test_against_the_rotation(kind: str, seed: int) -> None:
+    ((by_pytorch, by_kernels),) = run_ranks(errors, 1, kind, seed, env=INTERPRETED)
     assert by_pytorch < 1e-12 and by_kernels < 2e-5, (by_pytorch, by_kernels)
 
 
@@ -169,10 +151,8 @@ def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
     assert found.max() < (8e-3 if dtype == BF16 else 2e-3), found
 
 
-def apart_from_states(sp: Any, pairwise: bool, seed: int, in_walks: bool, K: int = 16) -> float:
+def apart_from_states(sp: Any, pairwise: bool, seed: int, K: int = 16) -> float:
     """What the sum of all tokens' gradients is off what its first and last states tell, <J S', dS'> - <J S, dS>."""
-    if not in_walks:
-        by_edges()
     case = Case(T=150, K=K, V=32, S=K // 2, groups=2, pairwise=pairwise)
     given = draw(case, seed)
     leaves = {x: given[x].to(torch.float32 if x in ("g", "turned", "initial_state") else BF16) for x in given}
@@ -195,19 +175,17 @@ def apart_from_states(sp: Any, pairwise: bool, seed: int, in_walks: bool, K: int
     return relative_error(grads["turned"].double().sum(1), 2 * math.pi * want)
 
 
-@pytest.mark.parametrize("in_walks", [True, False], ids=["in walks", "by edges"])
 @pytest.mark.parametrize("pairwise", [True, False])
-def test_shards_add_up_to_what_their_states_tell(pairwise: bool, in_walks: bool, seed: int) -> None:
+def test_shards_add_up_to_what_their_states_tell(pairwise: bool, seed: int) -> None:
     """In bfloat16, to float32's digits: one rank's last state is another's first, and what these two tell must cancel
     in sums over the tokens of both, which all earlier tokens have. With the first state rounded it was 1e-3."""
-    own = not in_walks
-    (found,) = run_ranks(apart_from_states, 1, pairwise, seed, in_walks, env=INTERPRETED, own_processes=own)
+    (found,) = run_ranks(apart_from_states, 1, pairwise, seed, env=INTERPRETED)
     assert found < 1e-5
 
 
 def test_shards_add_up_where_keys_lie_in_tiles(seed: int) -> None:
     """Of 256 channels: walks of dq and dk have some of them each, and dv has a walk of its own."""
-    (found,) = run_ranks(apart_from_states, 1, False, seed, True, 256, env=INTERPRETED)
+    (found,) = run_ranks(apart_from_states, 1, False, seed, 256, env=INTERPRETED)
     assert found < 1e-5
 
 

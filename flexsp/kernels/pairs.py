@@ -8,7 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_pairs", "load_turned", "partner_of", "store_pairs"]
+__all__ = ["load_pairs", "load_quarter", "of_pairs", "store_pairs", "store_turns"]
+
+_PI2 = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
@@ -48,26 +50,66 @@ def store_pairs(
 
 
 @triton.jit
-def load_turned(
-    base, stride_t, length, col0, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr
+def load_quarter(
+    rows, base, stride_t, length, col0, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr
 ):
-    """The tile [C, BK] of `load_rows` with pairs turned by a quarter back: (x, y) becomes (y, -x)."""
-    rows = tl.arange(0, C)[:, None]
-    k = col0 + tl.arange(0, BK)
-    other, second = partner_of(k, K, HALVES)
-    inside = (rows < length) & ((k < K) & (other < K))[None, :]
-    x = tl.load(base + rows * stride_t + other[None, :], mask=inside, other=0.0)
-    return tl.where(second[None, :], -x, x)
+    """The tile `rows` [C, BK] that `load_rows` has read, with pairs turned by a quarter: (x, y) becomes (-y, x).
+
+    Channels side by side change places in registers. Halves may lie in tiles of other programs: they are read once
+    more, in blocks that lie side by side in memory where sizes allow that.
+    """
+    HALF: tl.constexpr = K // 2
+    BLOCK: tl.constexpr = min(BK, HALF)
+    if not HALVES:
+        x, y = tl.split(tl.reshape(rows, [C, BK // 2, 2]))
+        found = tl.reshape(tl.join(-y, x), [C, BK])
+    elif K % 2 == 0 and HALF % BLOCK == 0 and BK % BLOCK == 0:
+        t = tl.arange(0, C)[:, None, None]
+        n = col0 // BLOCK + tl.arange(0, BK // BLOCK)[None, :, None]
+        second = n >= HALF // BLOCK
+        other = tl.where(second, n - HALF // BLOCK, n + HALF // BLOCK)
+        at = base + t * stride_t + other * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+        x = tl.load(at, mask=(t < length) & (n < K // BLOCK), other=0.0)
+        found = tl.reshape(tl.where(second, x, -x), [C, BK])
+    else:
+        t = tl.arange(0, C)[:, None]
+        k = col0 + tl.arange(0, BK)
+        second = k >= HALF
+        other = tl.where(second, k - HALF, k + HALF)
+        x = tl.load(base + t * stride_t + other[None, :], mask=(t < length) & (k < 2 * HALF)[None, :], other=0.0)
+        found = tl.where(second[None, :], x, -x)
+    return found
 
 
 @triton.jit
-def partner_of(k, K: tl.constexpr, HALVES: tl.constexpr):
-    """(the other channel of the pair, whether k is the second one) of channels k; no channel where K is odd and k its
-    last one."""
+def of_pairs(x, HALVES: tl.constexpr):
+    """Of a tile [C, BK] of channels the sums of pairs [C, BK / 2]; of halves, which may lie in tiles of other programs,
+    the tile itself."""
     if HALVES:
-        second = k >= K // 2
-        other = tl.where(second, k - K // 2, k + K // 2)
+        found = x
     else:
-        second = k % 2 == 1
-        other = tl.where(second, k - 1, k + 1)
-    return other, second
+        found = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return found
+
+
+@triton.jit
+def store_turns(to, x, more, offset, stride_t, length, col0, K: tl.constexpr, S: tl.constexpr, HALVES: tl.constexpr):
+    """Stores at `to` + offset what `of_pairs` made of the first S pairs, times 2 pi: rows of S numbers, or 2 S of
+    HALVES, those of first channels and then those of second ones. Not without what lies in the same places of `more`,
+    if that is not None."""
+    N: tl.constexpr = x.shape[1]
+    t = tl.arange(0, x.shape[0])[:, None]
+    if HALVES:
+        k = col0 + tl.arange(0, N)
+        second = k >= K // 2
+        p = tl.where(second, k - K // 2, k)
+        column = tl.where(second, S + p, p)
+    else:
+        p = col0 // 2 + tl.arange(0, N)
+        column = p
+    at = offset + t * stride_t + column[None, :]
+    inside = (t < length) & (p < S)[None, :]
+    found = _PI2 * x
+    if more is not None:
+        found += tl.load(more + at, mask=inside, other=0.0)
+    tl.store(to + at, found, mask=inside)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from flexsp.kernels import primitives
-from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize, turned_grads
+from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize
 from flexsp.kernels.diagonal.base_plan import BasePlan
 from flexsp.kernels.diagonal.shared_plan import SharedGradients
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import NAME, decay_dtype
-from flexsp.kernels.diagonal.turned_plan import TurnedRows
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
 
@@ -56,8 +55,7 @@ class DiagonalPlan(BasePlan):
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, grads.token_sums_kernel, step_sizes.sum_heads_kernel,
         shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
-        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel, turned_grads.turn_edges_kernel,
-        turned_grads.turned_grad_kernel,
+        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
@@ -81,10 +79,9 @@ class DiagonalPlan(BasePlan):
         shared = [] if self.shared is None else self.shared.buffers()
         edges = self.B, self.n_seg * self.tiling.per_seg, self.H, *self.state
         column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
-        turned = [] if self.turned is None else self.turned_rows(self.turned).buffers()
         return [
             *self.states_of_segments(), *tokens, *of_gates, *self._of_writes(), by_head, *self._of_skips(), *shared,
-            *column, *turned,
+            *column, *self._of_angles(),
         ]  # fmt: skip
 
     def _of_writes(self) -> list[Buffer]:
@@ -106,6 +103,37 @@ class DiagonalPlan(BasePlan):
             found.append(Buffer("d_w", Role.GRADIENT, _F32, (self.B, self.H, self.T)))
         return found
 
+    def _of_angles(self) -> list[Buffer]:
+        """``@turns``: what tokens leave to the gradients of angles, in as many rows as kernels leave it;
+        ``@turn_reads``: what dq does."""
+        if self.turned is None:
+            return []
+        turns = self.B, self.T, self.H // self.group, self.angles
+        by_row = self.B, self.T, self._turn_rows, self.angles
+        return [
+            Buffer(self.turned, Role.INPUT, _F32, turns), Buffer(gradient_of(self.turned), Role.GRADIENT, _F32, turns),
+            Buffer("@turns", Role.SCRATCH, _F32, by_row), Buffer("@turn_reads", Role.SCRATCH, _F32, by_row),
+        ]  # fmt: skip
+
+    @property
+    def _turn_rows(self) -> int:
+        """Of a token: of heads, or of blocks of those that share keys, and of first and second channels of halves."""
+        rows = self.H if self.shared is None else self.H // self.group * self.shared.blocks
+        return rows * (2 if self.turned == "turned_halves" else 1)
+
+    @property
+    def _turns_summed(self) -> bool:
+        """Whether kernels leave the gradients themselves, a row a head of q and k."""
+        return self._turn_rows == self.H // self.group
+
+    def turns_in(self, wanted: Collection[str]) -> str | None:
+        if self.turned is None or self.turned not in wanted:
+            return None
+        return gradient_of(self.turned) if self._turns_summed else "@turns"
+
+    def of_turns(self, turns: str | None) -> dict[str, Any]:
+        return {"TURNS": self.angles if turns else 0, "HALVES": self.turned == "turned_halves"}
+
     @cached_property
     def shared(self) -> SharedGradients | None:
         """The gradients, where chunks have a program each: where heads share keys, or states have one column."""
@@ -120,14 +148,6 @@ class DiagonalPlan(BasePlan):
         from flexsp.kernels.diagonal.hopper_plan import HopperWalks
 
         return HopperWalks(self)
-
-    def turned_rows(self, name: str) -> TurnedRows:
-        return TurnedRows(self, name, self.angles, self.turns_in_walks)
-
-    @property
-    def turns_in_walks(self) -> bool:
-        """Whether walks of dq and dk leave what gradients of angles add up to. Those in Gluon do not."""
-        return self.shared is None and self.hopper is None
 
     def of_gates(self, gate: str) -> list[Buffer]:
         """The gates, and what their gradient is made of; that of a number a head is left for every token."""
@@ -199,8 +219,10 @@ class DiagonalPlan(BasePlan):
         else:
             found = self._of_walks(last, to, wanted)
         found += self.gate_gradients(last, wanted)
-        if self.turned is not None and self.turned in wanted:
-            found += self.turned_rows(self.turned).gradients(last)
+        turns = self.turns_in(wanted)
+        if turns is not None and not self._turns_summed:
+            rows, heads = self._turn_rows, self.H // self.group
+            found.append(self.sum_rows(turns, gradient_of(str(self.turned)), rows, rows // heads))
         return found
 
     def _of_walks(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -320,8 +342,7 @@ class DiagonalPlan(BasePlan):
             return [*self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
         last = last if dgate else None
         reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
-        turned = self._turned_in_walks(wanted)
-        turns = "@turn_reads" if turned else None
+        turns = None if self.turns_in(wanted) is None else "@turn_reads"
         ends = None if last is None else "@ends"
         dq = self.walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
@@ -329,12 +350,9 @@ class DiagonalPlan(BasePlan):
             named(to, reads, sums, turns, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None,
-            STRICT=self.strict, TURNED=turned, HALVES=self.turned == "turned_halves", GROUP=self.group,
+            STRICT=self.strict, GROUP=self.group, **self.of_turns(turns),
         )  # fmt: skip
         return [dq, *self._sum_heads("d_q")]
-
-    def _turned_in_walks(self, wanted: Collection[str]) -> bool:
-        return self.turned is not None and self.turned in wanted and self.turns_in_walks
 
     def _dkv(
         self, tile: Tile, last: str | None, to_initial: str | None, to: str, with_dv: bool, wanted: Collection[str]
@@ -349,22 +367,22 @@ class DiagonalPlan(BasePlan):
             return walks.dk(to, last, gates=dgate, skips=skips) if with_dk else [walks.dv(last, to_initial)]
         dskip = "@of_skip" if with_dv and skips else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
-        turned = with_dk and self._turned_in_walks(wanted)
-        turns = "@turn_writes" if turned else None
+        turns = self.turns_in(wanted) if with_dk else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None] if dgate else [None] * 3
+        turn_reads = None if turns is None else "@turn_reads"
         sums += [turns, "@edges" if dgate else None]
         return [self.walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
-            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums, of_steps, dskip, "@states",
-             "@dstates", last, to_initial],
+            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums[:3], turn_reads, *sums[3:],
+             of_steps, dskip, "@states", "@dstates", last, to_initial],
             named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
             ["q", "k", "v", "do", *self.gate_strides, *self.strides(to, "d_v"), *self.skip_strides],
             named("q", "k", "v", "do", self.gates, self.writing, self.skip, "@dstates", "@states" if dgate else None,
-                  last),
+                  turn_reads, last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
-            STRICT=self.strict, TURNED=turned, HALVES=self.turned == "turned_halves", GROUP=self.group,
+            STRICT=self.strict, GROUP=self.group, **self.of_turns(turns),
         )]  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.pairs import load_turned
+from flexsp.kernels.pairs import load_quarter, of_pairs, store_turns
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -60,6 +60,19 @@ def _inner_by_rows(to, x, y, N: tl.constexpr):
 
 
 @triton.jit
+def _rest(S, DOT: tl.constexpr):
+    """What a state loses in bf16, in bf16."""
+    return (S - S.to(DOT).to(tl.float32)).to(DOT)
+
+
+@triton.jit
+def _lost(x, weight, DOT: tl.constexpr):
+    """What rows x [C, N] have less than weight [C] times x where a state is made of them, since that is rounded."""
+    exact = x.to(tl.float32) * weight[:, None]
+    return exact.to(DOT).to(tl.float32) - exact
+
+
+@triton.jit
 def dq_kernel(
     q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
@@ -67,7 +80,7 @@ def dq_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
     PARTS: tl.constexpr, EXACT: tl.constexpr, ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    STRICT: tl.constexpr, TURNED: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+    STRICT: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
@@ -75,8 +88,8 @@ def dq_kernel(
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
     BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
     rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
-    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNED: turn_reads like
-    read_sums, of queries whose pairs (HALVES: of channels K / 2 apart) are turned by a quarter back.
+    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNS: turn_reads [B, T, H, S
+    or 2 S] fp32 are what dq leaves to the gradients of the angles of S = TURNS pairs (see `store_turns`).
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -95,7 +108,8 @@ def dq_kernel(
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
     read_sums += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
-    turn_reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
+    TURN: tl.constexpr = TURNS * (1 + HALVES)
+    of_turns = (b.to(tl.int64) * T * H + h) * TURN
 
     if ALIKE:
         k_st = q_st
@@ -126,15 +140,20 @@ def dq_kernel(
             if EXACT:
                 added = written(qc, power(bc) * scale, oc, V, DOT, PREC)
                 _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
-        if TURNED:
-            turned = load_turned(q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
-            # Weighted, so rounded, as what the walk of dk and dv adds to dS: then neighbouring chunks cancel.
-            weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
-            _inner_by_rows(turn_reads + c * per_chunk * BK, S, written(turned, weight, oc, V, DOT, PREC), BK)
+        if TURNS > 0:
+            if not READS:
+                qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
+            quarter = load_quarter(qc, q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
         held = tl.trans(S.to(DOT))
+        if TURNS > 0 and EXACT:
+            rest = tl.trans(_rest(S, DOT))
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
             dqc = mm(oc, held, DOT, PREC)
+            if TURNS > 0 and EXACT:
+                dqc = tl.dot(oc.to(DOT), rest, dqc)
+                weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
+                turned = of_pairs(_lost(quarter, weight, DOT) * dqc, HALVES)
             if GATED:
                 da = da * (power(tl.where(seen, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
                 dqc = dqc * (power(bc) * scale)[:, None]
@@ -147,6 +166,8 @@ def dq_kernel(
         else:
             da = tl.zeros([C, C], DOT)
             dqc = tl.zeros([C, BK], tl.float32)
+            if TURNS > 0 and EXACT:
+                turned = of_pairs(dqc, HALVES)
         if GATED:
             S = S * power(b_end)
             S += written(kc, power(b_end - written_at), vc, V, DOT, PREC)
@@ -158,12 +179,18 @@ def dq_kernel(
                 end = load_state(dfinal + at_doc * K * V, k0, 0, True, K, V, BK, BV)
                 _inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end, BK)
         dqc += mm(da, kc, DOT, PREC)
+        if TURNS > 0:
+            here = of_pairs(quarter.to(tl.float32) * dqc, HALVES)
+            if EXACT:
+                here += turned
+            at_turns = of_turns + start.to(tl.int64) * H * TURN
+            store_turns(turn_reads, here, None, at_turns, H * TURN, length, k0, K, TURNS, HALVES)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_writes, edges, of_steps, of_skip,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turns, edges, of_steps, of_skip,
     states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh, w_sb, w_st, w_sh,
@@ -172,7 +199,7 @@ def dkv_kernel(
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
-    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNED: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
@@ -189,8 +216,8 @@ def dkv_kernel(
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
     has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN), which `writes` leave out. DSKIP: of_skip [B, H,
-    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNED (with DK): turn_writes like write_sums, of
-    keys whose pairs (HALVES: of channels K / 2 apart) are turned by a quarter back.
+    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNS (with DK): turns are what dq and
+    dk leave to the gradients of angles, turn_reads what dq does (see `dq_kernel`).
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -210,6 +237,8 @@ def dkv_kernel(
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     sums = tl.program_id(1) * n_chunks * per_chunk + tile
+    TURN: tl.constexpr = TURNS * (1 + HALVES)
+    of_turns = (b.to(tl.int64) * T * H + h) * TURN
 
     if ALIKE:
         k_st = q_st
@@ -251,7 +280,7 @@ def dkv_kernel(
         oc = load_rows(do + start * do_st, do_st, length, v0, C, V, BV)
         if DK or DSKIP:
             vc = load_rows(v + start * v_st, v_st, length, v0, C, V, BV)
-        if DV or DG:
+        if DV or DG or TURNS > 0:
             kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         if BY_TOKEN:
             weights = token_weights(skip + start * w_st, w_st, length, C)
@@ -260,10 +289,10 @@ def dkv_kernel(
         if DG and EXACT:
             added = written(kc, into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
-        if TURNED:
-            turned = load_turned(k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
-            added = written(turned, into if GATED else None, vc, V, DOT, PREC)
-            _inner_by_rows(turn_writes + at_sums * BK, dS, added, BK)
+        if TURNS > 0:
+            quarter = load_quarter(kc, k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
+            if EXACT:
+                rest = tl.trans(_rest(dS, DOT))
         held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)
@@ -292,8 +321,14 @@ def dkv_kernel(
                 _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
         if DK:
             dkc = tl.zeros([C, BK], tl.float32)
+            if TURNS > 0 and EXACT:
+                turned = of_pairs(tl.zeros([C, BK], tl.float32), HALVES)
             if length >= 0:
                 dkc = mm(vc, tl.trans(held), DOT, PREC)
+                if TURNS > 0 and EXACT:
+                    dkc = tl.dot(vc.to(DOT), rest, dkc)
+                    if GATED:
+                        turned = of_pairs(_lost(quarter, into, DOT) * dkc, HALVES)
                 if GATED:
                     dkc = dkc * into[:, None]
                 if DG and not EXACT:
@@ -311,6 +346,12 @@ def dkv_kernel(
                 _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if DG and STEPS and not EXACT:
                 _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
+            if TURNS > 0:
+                here = of_pairs(quarter.to(tl.float32) * dkc, HALVES)
+                if EXACT:
+                    here += turned
+                at_turns = of_turns + start.to(tl.int64) * H * TURN
+                store_turns(turns, here, turn_reads, at_turns, H * TURN, length, k0, K, TURNS, HALVES)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)

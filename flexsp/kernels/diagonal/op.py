@@ -41,7 +41,7 @@ class Diagonal(Engine):
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
-        return make_tiling(q, v, asked.n_docs, self.gate == "g")
+        return make_tiling(q, v, asked.n_docs, self.gate == "g", self.turned is not None)
 
     def plan(self, tiling: Any, asked: Asked, dq_first: bool) -> DiagonalPlan:
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
@@ -155,7 +155,7 @@ def diagonal(
 
     turned: by how many turns (of 2 pi) the caller has rotated the first S pairs of channels of q and k, [B, T, G, S] in
     float32, or in float64 beside float64, with a row for each head of q: given for its gradient alone, which is exact
-    over long texts where that of a rotation of rounded rows is not (`flexsp.kernels.diagonal.turned_grads`). The
+    over long texts where that of a rotation of rounded rows is not (`flexsp.kernels.diagonal.grads`). The
     caller's own rotation must not differentiate it. pairwise: pairs are as in `flexsp.kernels.rotary.rotate`.
 
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.

@@ -37,17 +37,18 @@ class Tiling:
         return self.tiles.chunk
 
 
-def make_tiling(q: torch.Tensor, v: torch.Tensor, n_docs: int, gated: bool = False) -> Tiling:
+def make_tiling(q: torch.Tensor, v: torch.Tensor, n_docs: int, gated: bool = False, turned: bool = False) -> Tiling:
     """Tiling for q [B, T, G, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU.
 
-    gated: tokens have gates.
+    gated: tokens have gates. turned: angles of q and k may have gradients, which walks in Triton leave, and kernels for
+    states of one column.
     """
     sizes = (*v.shape[:3], q.shape[-1], v.shape[-1], n_docs)
-    device, shared, alike = of_device(q.device), q.shape[2] != v.shape[2], q.dtype == v.dtype
+    device, shared, alike = of_device(q.device), q.shape[2] != v.shape[2] and not turned, q.dtype == v.dtype
     try:
-        return tiling_of(q.dtype, *sizes, device, shared, alike, gated)
+        return tiling_of(q.dtype, *sizes, device, shared, alike and not turned, gated)
     except TypeError:  # symbolic sizes have no hash
-        return tiling_of.__wrapped__(q.dtype, *sizes, device, shared, alike, gated)
+        return tiling_of.__wrapped__(q.dtype, *sizes, device, shared, alike and not turned, gated)
 
 
 @functools.lru_cache(maxsize=4096)

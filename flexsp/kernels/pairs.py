@@ -93,10 +93,9 @@ def of_pairs(x, HALVES: tl.constexpr):
 
 
 @triton.jit
-def store_turns(to, x, more, offset, stride_t, length, col0, K: tl.constexpr, S: tl.constexpr, HALVES: tl.constexpr):
-    """Stores at `to` + offset what `of_pairs` made of the first S pairs, times 2 pi: rows of S numbers, or 2 S of
-    HALVES, those of first channels and then those of second ones. Not without what lies in the same places of `more`,
-    if that is not None."""
+def store_turns(to, x, more, stride_t, length, col0, K: tl.constexpr, S: tl.constexpr, HALVES: tl.constexpr):
+    """Stores what `of_pairs` made of the first S pairs, times 2 pi: rows of S numbers, or 2 S of HALVES, those of first
+    channels and then those of second ones. Adds what lies in the same places at `more`, if that is not None."""
     N: tl.constexpr = x.shape[1]
     t = tl.arange(0, x.shape[0])[:, None]
     if HALVES:
@@ -107,7 +106,7 @@ def store_turns(to, x, more, offset, stride_t, length, col0, K: tl.constexpr, S:
     else:
         p = col0 // 2 + tl.arange(0, N)
         column = p
-    at = offset + t * stride_t + column[None, :]
+    at = t * stride_t + column[None, :]
     inside = (t < length) & (p < S)[None, :]
     found = _PI2 * x
     if more is not None:

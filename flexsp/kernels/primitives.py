@@ -245,6 +245,15 @@ def written(x, w, y, V: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
+def weighted(y, w, V: tl.constexpr, DOT: tl.constexpr):
+    """Rows y [C, BV] times w [C], as `written` takes them up."""
+    found = y.to(tl.float32) * w[:, None]
+    if V > 1:
+        found = found.to(DOT)
+    return found
+
+
+@triton.jit
 def log1p_of(e):
     """log(1 + e) of e in 0..1, to 1.6e-7 of it: e times a polynomial of degree 9, interpolated in Chebyshev's points.
 

@@ -160,7 +160,7 @@ class DiagonalPlan(BasePlan):
             "@pairs": self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else dk.parts),
             "@writes": self._sums(self._dk_tiles, self._parts(dk)),
             "@read_sums": (p.B, p.H, p.n_chunks, read_tiles, dq.bk),
-            "@write_sums": (p.B, p.H, p.n_chunks, self._dk_tiles, dk.bk),
+            "@write_sums": (p.B, p.H, p.n_chunks, self._dk_tiles, self._written),
         }
         return [
             Buffer(gate, Role.INPUT, _F32, (p.H,) if of_head else (p.B, p.T, p.H)),
@@ -174,6 +174,17 @@ class DiagonalPlan(BasePlan):
     def _exact(self) -> bool:
         """Whether what the gate gradient carries from chunk to chunk is summed up apart, in fp32."""
         return self.dtype == torch.bfloat16
+
+    @property
+    def _read_sums(self) -> str | None:
+        """Not of walks that take states in two parts: what tokens read of these adds up to the same."""
+        return "@read_sums" if self._exact and self.turned is None else None
+
+    @property
+    def _written(self) -> int:
+        """Numbers that add up to <dS, what a chunk adds to S>: of rows of a tile, or of tokens (see `_read_sums`)."""
+        dk = self.tiling.tiles.dk
+        return dk.bk if self.turned is None else dk.parts * self.chunk
 
     @property
     def _dk_tiles(self) -> int:
@@ -299,7 +310,7 @@ class DiagonalPlan(BasePlan):
             "summarize_kernel", tile, _count(p.K, tile.bk) * _count(p.V, tile.bv),
             [x, y, self.gates, writing, states, self.carried, self.cut, boundary],
             named(states, self.carried, self.cut), [x, y, *self.gate_strides], None, BOUNDARY=boundary is not None,
-            STEPS=writing is not None, X_GROUP=self.group, **constants,
+            STEPS=writing is not None, TURNED=self.turned is not None, X_GROUP=self.group, **constants,
         )  # fmt: skip
 
     def output(self, initial: str | None, final: str | None) -> list[LaunchSpec]:
@@ -341,7 +352,7 @@ class DiagonalPlan(BasePlan):
         if self.hopper is not None:
             return [*self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
         last = last if dgate else None
-        reads, sums = "@reads" if dgate else None, "@read_sums" if dgate and self._exact else None
+        reads, sums = "@reads" if dgate else None, self._read_sums if dgate else None
         turns = None if self.turns_in(wanted) is None else "@turn_reads"
         ends = None if last is None else "@ends"
         dq = self.walk(
@@ -350,7 +361,7 @@ class DiagonalPlan(BasePlan):
             named(to, reads, sums, turns, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None,
-            STRICT=self.strict, GROUP=self.group, **self.of_turns(turns),
+            STRICT=self.strict, TURNED=self.turned is not None, GROUP=self.group, **self.of_turns(turns),
         )  # fmt: skip
         return [dq, *self._sum_heads("d_q")]
 
@@ -382,7 +393,7 @@ class DiagonalPlan(BasePlan):
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
-            STRICT=self.strict, GROUP=self.group, **self.of_turns(turns),
+            STRICT=self.strict, TURNED=self.turned is not None, GROUP=self.group, **self.of_turns(turns),
         )]  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:
@@ -394,13 +405,13 @@ class DiagonalPlan(BasePlan):
         constants = {
             "TILES": self._dk_tiles, "READ_TILES": _count(p.K, dq.bk),
             "PARTS": self._parts(dk), "READ_PARTS": self._parts(dq),
-            "BK": dk.bk, "READ_BK": dq.bk, "EXACT": self._exact,
-            "C": p.chunk, "DROP": -20.0 if self._exact else -30.0,
+            "BK": self._written, "READ_BK": dq.bk, "EXACT": self._exact,
+            "TURNED": self.turned is not None, "C": p.chunk, "DROP": -20.0 if self._exact else -30.0,
             "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,
             "DECAY": primitives.decay_scalar, "FINAL": last is not None,
         }  # fmt: skip
-        read_sums, write_sums = ("@read_sums", "@write_sums") if self._exact else (None, None)
-        reads = ["@pairs", "@reads", read_sums, "@writes", write_sums, "@edges", "@edges" if last is None else "@ends"]
+        write_sums = "@write_sums" if self._exact else None
+        reads = ["@pairs", "@reads", self._read_sums, "@writes", write_sums, "@edges", "@edges" if last is None else "@ends"]
         numbers = (*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         return self.small(
             "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], [to], numbers, **constants

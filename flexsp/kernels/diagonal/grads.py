@@ -34,6 +34,7 @@ from flexsp.kernels.primitives import (
     store_rows,
     store_state,
     token_weights,
+    weighted,
     written,
 )
 from flexsp.runtime.launch import begin
@@ -66,13 +67,6 @@ def _rest(S, DOT: tl.constexpr):
 
 
 @triton.jit
-def _lost(x, weight, DOT: tl.constexpr):
-    """What rows x [C, N] have less than weight [C] times x where a state is made of them, since that is rounded."""
-    exact = x.to(tl.float32) * weight[:, None]
-    return exact.to(DOT).to(tl.float32) - exact
-
-
-@triton.jit
 def dq_kernel(
     q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
@@ -80,8 +74,8 @@ def dq_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
     PARTS: tl.constexpr, EXACT: tl.constexpr, ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    STRICT: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    STRICT: tl.constexpr, TURNED: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
@@ -135,42 +129,48 @@ def dq_kernel(
         kc = load_rows(k + start * k_st, k_st, length, k0, C, K, BK)
         vc = load_rows(v + start * v_st, v_st, length, 0, C, V, BV)
         oc = load_rows(do + start * do_st, do_st, length, 0, C, V, BV)
-        if READS:
+        if GATED:
+            read_weight = power(bc) * scale
+            write_weight = power(b_end - written_at)
+        else:
+            read_weight = scale + tl.zeros([C], tl.float32)
+            write_weight = tl.full([C], 1.0, tl.float32)
+        if READS or TURNS > 0:
             qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
-            if EXACT:
-                added = written(qc, power(bc) * scale, oc, V, DOT, PREC)
-                _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
+        if READS and EXACT and not TURNED:
+            added = written(qc, read_weight, oc, V, DOT, PREC)
+            _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
         if TURNS > 0:
-            if not READS:
-                qc = load_rows(q + start * q_st, q_st, length, k0, C, K, BK)
             quarter = load_quarter(qc, q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
         held = tl.trans(S.to(DOT))
-        if TURNS > 0 and EXACT:
-            rest = tl.trans(_rest(S, DOT))
+        if TURNED:
+            reading = weighted(oc, read_weight, V, DOT).to(DOT)
+            if EXACT:
+                rest = tl.trans(_rest(S, DOT))
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
-            dqc = mm(oc, held, DOT, PREC)
-            if TURNS > 0 and EXACT:
-                dqc = tl.dot(oc.to(DOT), rest, dqc)
-                weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
-                turned = of_pairs(_lost(quarter, weight, DOT) * dqc, HALVES)
+            if TURNED:
+                dqc = mm(reading, held, DOT, PREC)
+                if EXACT:
+                    dqc = tl.dot(reading, rest, dqc)
+            else:
+                dqc = mm(oc, held, DOT, PREC) * read_weight[:, None]
             if GATED:
                 da = da * (power(tl.where(seen, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
-                dqc = dqc * (power(bc) * scale)[:, None]
             else:
                 da = tl.where(seen, da * scale, 0.0)
-                dqc = dqc * scale
             da = da.to(DOT)
             if READS:
                 _row_sums(reads + c * per_chunk * SUMS, qc.to(tl.float32) * dqc, C, BK, PARTS)
         else:
             da = tl.zeros([C, C], DOT)
             dqc = tl.zeros([C, BK], tl.float32)
-            if TURNS > 0 and EXACT:
-                turned = of_pairs(dqc, HALVES)
         if GATED:
             S = S * power(b_end)
-            S += written(kc, power(b_end - written_at), vc, V, DOT, PREC)
+        if TURNED:
+            S += written(kc, None, weighted(vc, write_weight, V, DOT), V, DOT, PREC)
+        elif GATED:
+            S += written(kc, write_weight, vc, V, DOT, PREC)
         else:
             S += written(kc, None, vc, V, DOT, PREC)
         if FINAL:  # noqa: SIM102 (a constexpr, then a value)
@@ -181,10 +181,8 @@ def dq_kernel(
         dqc += mm(da, kc, DOT, PREC)
         if TURNS > 0:
             here = of_pairs(quarter.to(tl.float32) * dqc, HALVES)
-            if EXACT:
-                here += turned
             at_turns = of_turns + start.to(tl.int64) * H * TURN
-            store_turns(turn_reads, here, None, at_turns, H * TURN, length, k0, K, TURNS, HALVES)
+            store_turns(turn_reads + at_turns, here, None, H * TURN, length, k0, K, TURNS, HALVES)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
 
@@ -199,8 +197,8 @@ def dkv_kernel(
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
-    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNED: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
 
@@ -286,11 +284,13 @@ def dkv_kernel(
             weights = token_weights(skip + start * w_st, w_st, length, C)
         if GATED:
             into = power(b_end - written_at)
-        if DG and EXACT:
+        if DG and EXACT and not TURNED:
             added = written(kc, into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
         if TURNS > 0:
             quarter = load_quarter(kc, k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
+        if DK and TURNED:
+            writing_rows = weighted(vc, into if GATED else tl.full([C], 1.0, tl.float32), V, DOT).to(DOT)
             if EXACT:
                 rest = tl.trans(_rest(dS, DOT))
         held = dS.to(DOT)
@@ -321,25 +321,28 @@ def dkv_kernel(
                 _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
         if DK:
             dkc = tl.zeros([C, BK], tl.float32)
-            if TURNS > 0 and EXACT:
-                turned = of_pairs(tl.zeros([C, BK], tl.float32), HALVES)
             if length >= 0:
-                dkc = mm(vc, tl.trans(held), DOT, PREC)
-                if TURNS > 0 and EXACT:
-                    dkc = tl.dot(vc.to(DOT), rest, dkc)
+                if TURNED:
+                    dkc = mm(writing_rows, tl.trans(held), DOT, PREC)
+                    if EXACT:
+                        dkc = tl.dot(writing_rows, rest, dkc)
+                        if DG:
+                            _row_sums(write_sums + at_sums * SUMS, kc.to(tl.float32) * dkc, C, BK, PARTS)
+                else:
+                    dkc = mm(vc, tl.trans(held), DOT, PREC)
                     if GATED:
-                        turned = of_pairs(_lost(quarter, into, DOT) * dkc, HALVES)
-                if GATED:
-                    dkc = dkc * into[:, None]
+                        dkc = dkc * into[:, None]
                 if DG and not EXACT:
                     _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
+        # Weighted without gates, too, so that it is taken from registers: products that take both operands from shared
+        # memory run on into the next turn, and those tiles would need a third buffer, which does not fit.
+        read_weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
         if GATED:
             dS = dS * power(b_end)
-            dS += written(qc, power(bc) * scale, oc, V, DOT, PREC)
+        if TURNED:
+            dS += written(qc, None, weighted(oc, read_weight, V, DOT), V, DOT, PREC)
         else:
-            # Weighted as with gates, so that it is taken from registers: products that take both operands from shared
-            # memory run on into the next turn, and those tiles would need a third buffer, which does not fit.
-            dS += written(qc, scale + tl.zeros([C], tl.float32), oc, V, DOT, PREC)
+            dS += written(qc, read_weight, oc, V, DOT, PREC)
         if DK:
             dkc += mm(da, qc, DOT, PREC)
             if DG and EXACT and not DV:
@@ -348,10 +351,10 @@ def dkv_kernel(
                 _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if TURNS > 0:
                 here = of_pairs(quarter.to(tl.float32) * dkc, HALVES)
-                if EXACT:
-                    here += turned
                 at_turns = of_turns + start.to(tl.int64) * H * TURN
-                store_turns(turns, here, turn_reads, at_turns, H * TURN, length, k0, K, TURNS, HALVES)
+                store_turns(
+                    turns + at_turns, here, turn_reads + at_turns, H * TURN, length, k0, K, TURNS, HALVES
+                )  # fmt: skip
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)
@@ -390,7 +393,7 @@ def gate_grad_kernel(
     pairs, reads, read_sums, writes, write_sums, edges, ends, gate, dg, table, g_sb, g_sh,
     T, H, n_seg, n_chunks, per_seg,
     TILES: tl.constexpr, READ_TILES: tl.constexpr, PARTS: tl.constexpr, READ_PARTS: tl.constexpr,
-    BK: tl.constexpr, READ_BK: tl.constexpr, EXACT: tl.constexpr,
+    BK: tl.constexpr, READ_BK: tl.constexpr, EXACT: tl.constexpr, TURNED: tl.constexpr,
     C: tl.constexpr, DROP: tl.constexpr, ROUNDING: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
     FINAL: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -457,7 +460,7 @@ def gate_grad_kernel(
         to = dg + row.to(tl.int64) * T + start + rows
         after = pair + tl.cumsum(read, axis=0, reverse=True)
         tl.store(to, after + tl.cumsum(previous, axis=0) + straddle, mask=valid)
-        if EXACT:
+        if EXACT and not TURNED:
             arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)
             carried += arrived * arrived
         else:

@@ -93,7 +93,7 @@ def chunk_states_kernel(
             bc, b_end = DECAY(gate, c, C)
         if STEPS:
             bc = rows_of(writing, c, C)
-        S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, DOT, PREC)
+        S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, False, DOT, PREC)
         if PACKED and LEFT:
             ends = first if REVERSE else last
             if ends:
@@ -366,7 +366,7 @@ def shared_keys_kernel(
         TURN: tl.constexpr = TURNS * (1 + HALVES)
         turn = groups.to(tl.int64) * blocks * TURN
         at_turns = (b.to(tl.int64) * T + start) * turn + (group * blocks + block) * TURN
-        store_turns(turns, of_pairs(found, HALVES), None, at_turns, turn, length, k0, K, TURNS, HALVES)
+        store_turns(turns + at_turns, of_pairs(found, HALVES), None, turn, length, k0, K, TURNS, HALVES)
     store_rows(dq + to, dqc, stride, length, k0, C, K, BK)
     store_rows(dk + to, dkc, stride, length, k0, C, K, BK)
 

@@ -22,6 +22,7 @@ from flexsp.kernels.primitives import (
     power,
     rows_of,
     store_state,
+    weighted,
     written,
 )
 from flexsp.runtime.launch import begin
@@ -51,11 +52,18 @@ def within_horizon(gate, table, c0, c1, C: tl.constexpr, REVERSE: tl.constexpr, 
 
 @triton.jit
 def behind_chunk(
-    S, x, y, bc, b_end, scale, V: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    S, x, y, bc, b_end, scale, V: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a chunk, of the one before it; of gradients if REVERSE, from right to left."""
-    if GATED:
+    """The state behind a chunk, of the one before it; of gradients if REVERSE, from right to left. TURNED: made of
+    weighted rows of y, as the walks in `flexsp.kernels.diagonal.grads` have it then."""
+    if TURNED:
+        w = scale + tl.zeros([x.shape[0]], tl.float32) if REVERSE else tl.full([x.shape[0]], 1.0, tl.float32)
+        if GATED:
+            w = power(bc) * scale if REVERSE else power(b_end - bc)
+            S = S * power(b_end)
+        S += written(x, None, weighted(y, w, V, DOT), V, DOT, PREC)
+    elif GATED:
         w = power(bc) * scale if REVERSE else power(b_end - bc)
         S = S * power(b_end)
         S += written(x, w, y, V, DOT, PREC)
@@ -104,6 +112,7 @@ def summarize_kernel(
     ONWARD: tl.constexpr,
     GATED: tl.constexpr,
     STEPS: tl.constexpr,
+    TURNED: tl.constexpr,
     X_GROUP: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
@@ -114,7 +123,7 @@ def summarize_kernel(
     boundary [N, H, K, V]: initial states (or gradients of final states if REVERSE) of packed documents. ZERO: nothing
     enters the rank, so slot 0 (slot n_seg if REVERSE) becomes 0. Unless ONWARD nobody reads what the last segment (the
     first if REVERSE) adds, and it adds 0. X_GROUP heads share rows of x. STEPS: keys have gates of their own, `writing`
-    (see `step_kernel`).
+    (see `step_kernel`). TURNED: as of `behind_chunk`.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -162,7 +171,7 @@ def summarize_kernel(
         yc = load_rows(y + start * y_st, y_st, length, v0, C, V, BV)
         if STEPS:
             bc = rows_of(writing, c, C)
-        S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, DOT, PREC)
+        S = behind_chunk(S, xc, yc, bc, b_end, scale, V, REVERSE, GATED, TURNED, DOT, PREC)
         if PACKED and REVERSE:
             S = tl.where(first, 0.0, S)  # nothing flows back past a document's start
 

@@ -140,8 +140,6 @@ def dq_kernel(
         if READS and EXACT and not TURNED:
             added = written(qc, read_weight, oc, V, DOT, PREC)
             _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
-        if TURNS > 0:
-            quarter = load_quarter(qc, q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
         held = tl.trans(S.to(DOT))
         if TURNED:
             reading = weighted(oc, read_weight, V, DOT).to(DOT)
@@ -180,6 +178,7 @@ def dq_kernel(
                 _inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end, BK)
         dqc += mm(da, kc, DOT, PREC)
         if TURNS > 0:
+            quarter = load_quarter(qc, q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
             here = of_pairs(quarter.to(tl.float32) * dqc, HALVES)
             at_turns = of_turns + start.to(tl.int64) * H * TURN
             store_turns(turn_reads + at_turns, here, None, H * TURN, length, k0, K, TURNS, HALVES)
@@ -287,8 +286,6 @@ def dkv_kernel(
         if DG and EXACT and not TURNED:
             added = written(kc, into, vc, V, DOT, PREC)
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
-        if TURNS > 0:
-            quarter = load_quarter(kc, k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
         if DK and TURNED:
             writing_rows = weighted(vc, into if GATED else tl.full([C], 1.0, tl.float32), V, DOT).to(DOT)
             if EXACT:
@@ -350,6 +347,7 @@ def dkv_kernel(
             if DG and STEPS and not EXACT:
                 _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if TURNS > 0:
+                quarter = load_quarter(kc, k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
                 here = of_pairs(quarter.to(tl.float32) * dkc, HALVES)
                 at_turns = of_turns + start.to(tl.int64) * H * TURN
                 store_turns(

@@ -112,7 +112,7 @@ def launches_of(
         given |= {"i": meta(B, T, H).requires_grad_()}
     if weights:
         given |= {"w": meta(B, H, T).transpose(1, 2).requires_grad_()}
-        given |= {"turned_halves" if packed else "turned_pairs": meta(B, T, q.shape[2], K // 4).requires_grad_()}
+        given |= {"turned": meta(B, T, q.shape[2], K // 4).requires_grad_()}
     with record_launches() as launches:
         found = (ssd_executable if groups else scalar_decay_executable)(given, state, n_docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))

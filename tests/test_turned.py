@@ -1,4 +1,4 @@
-"""The diagonal engine's gradient of the angles by which q and k were turned, against float64."""
+"""The diagonal engine's gradients of the turns by which tokens rotate states, against float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flexsp.kernels.diagonal.op import diagonal
-from flexsp.kernels.rotary import rotate
+from flexsp.kernels.rotary import rotate, turn_rows
+from flexsp.scan.tokens import last, running_sum
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from tests.harness.interpreted import INTERPRETED, poisoned
@@ -26,7 +27,6 @@ class Case(NamedTuple):
     S: int = 3
     groups: int = 2
     dtype: torch.dtype = torch.float32
-    pairwise: bool = True
     bounds: tuple[int, ...] = ()
     states: bool = True
     others: tuple[str, ...] = ("g",)
@@ -35,10 +35,10 @@ class Case(NamedTuple):
 
 CASES = {
     "pairs": Case(),
-    "halves, no gate, no states": Case(pairwise=False, others=(), states=False),
+    "no gate, no states": Case(others=(), states=False),
     "odd K, write gates": Case(K=7, others=("g", "i", "w")),
     "documents": Case(bounds=(0, 0, 17, 20, 20, 41)),
-    "documents, halves, no states": Case(bounds=(0, 33, 45), pairwise=False, states=False),
+    "documents, no states": Case(bounds=(0, 33, 45), states=False),
     "values in two tiles, pairs in two": Case(T=20, K=70, V=80, S=35, groups=1),
     "shared rows": Case(groups=1, V=5, others=("g_gamma",)),
     "wide values": Case(T=17, V=270, groups=1),
@@ -65,27 +65,30 @@ def draw(case: Case, seed: int) -> dict[str, Tensor]:
 def gradients(
     case: Case, inputs: dict[str, Tensor], weights: list[Tensor], dtype: torch.dtype, by_engine: bool
 ) -> Tensor:
-    """Of `turned`, from the engine or from the rotation."""
+    """Of the turns that tokens add, from the engine or from rotations by their sums."""
     given = {
         name: x if name in ("g", "i", "w", "g_gamma", "initial_state") else x.to(dtype) for name, x in inputs.items()
     }
     wide = torch.promote_types(dtype, torch.float32)
     given = {name: x if x.dtype == dtype else x.to(wide) for name, x in given.items()}
     turned = inputs["turned"].to(wide).requires_grad_()
-    angle = 2 * math.pi * (turned.detach() if by_engine else turned)
-    for name in ("q", "k"):
-        given[name] = rotate(given[name].to(wide), angle, case.pairwise).to(dtype)
-    given["turned"] = turned if by_engine else None
-    if dtype == torch.float64:  # in PyTorch heads share no rows
-        for name in ("q", "k", "turned"):
-            given[name] = None if given[name] is None else given[name].repeat_interleave(2 // case.groups, 2)
     bounds = torch.tensor(case.bounds) if case.bounds else None
+    sums = running_sum(turned, bounds, None)
+    angle = 2 * math.pi * (sums.detach() if by_engine else sums)
+    for name in ("q", "k"):
+        given[name] = rotate(given[name].to(wide), angle).to(dtype)
+    given.pop("turned")
+    if dtype == torch.float64:  # in PyTorch heads share no rows
+        for name in ("q", "k"):
+            given[name] = given[name].repeat_interleave(2 // case.groups, 2)
+    how: dict[str, Any] = {"turned": turned} if by_engine else {}
     o, final = diagonal(
-        **given, scale=0.3, output_final_state=case.states, cu_seqlens=bounds, pairwise=case.pairwise,
-        strict=case.strict,
+        **given, **how, scale=0.3, output_final_state=case.states, cu_seqlens=bounds, strict=case.strict
     )  # fmt: skip
     loss = (o.double() * weights[0]).sum()
     if final is not None:
+        if by_engine:
+            final = turn_rows(final, last(sums, None, bounds, None).repeat_interleave(2 // case.groups, 1))
         loss = loss + (final.double() * weights[1]).sum()
     (found,) = torch.autograd.grad(loss, turned)
     return found.double()
@@ -98,26 +101,32 @@ def weights_of(case: Case, inputs: dict[str, Tensor], seed: int) -> list[Tensor]
     return [of_o, torch.randn(shape, generator=made, dtype=torch.float64)]
 
 
-def errors(sp: Any, kind: str, seed: int) -> tuple[float, float]:
-    """Of the engine in PyTorch, and of kernels with two segments."""
+def error(sp: Any, kind: str, seed: int) -> float:
+    """Of kernels with two segments."""
     case = CASES[kind]
     inputs = draw(case, seed)
     weights = weights_of(case, inputs, seed)
     want = gradients(case, inputs, weights, torch.float64, by_engine=False)
-    by_pytorch = gradients(case, inputs, weights, torch.float64, by_engine=True)
     with poisoned(2, 2):
-        by_kernels = gradients(case, inputs, weights, case.dtype, by_engine=True)
-    return relative_error(by_pytorch, want), relative_error(by_kernels, want)
+        found = gradients(case, inputs, weights, case.dtype, by_engine=True)
+    return relative_error(found, want)
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_against_the_rotation(kind: str, seed: int) -> None:
-    ((by_pytorch, by_kernels),) = run_ranks(errors, 1, kind, seed, env=INTERPRETED)
-    assert by_pytorch < 1e-12 and by_kernels < 2e-5, (by_pytorch, by_kernels)
+    (found,) = run_ranks(error, 1, kind, seed, env=INTERPRETED)
+    assert found < 2e-5, found
+
+
+def test_pytorch_refuses_turns(seed: int) -> None:
+    """Whoever turns rows there differentiates rotations."""
+    inputs = draw(CASES["pairs"], seed)
+    with pytest.raises(ValueError, match="turned: expected a call that kernels run"):
+        diagonal(**inputs, scale=1.0)
 
 
 def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list[tuple[float, float]]:
-    """In half precision, of what angles in front of chunks get, of what every angle gets, and of its sum: how far each
+    """In half precision, of what turns in front of chunks get, of what every one gets, and of its sum: how far each
     is off float64 with the same rows, and how large that is. decay: of log gates, -.16 on average for 1. Where they are
     large, tokens do not read what they write themselves, as in Mamba-3."""
     T = 192 if decay > 1 else 768 if dtype == BF16 else 256  # chunks of float16 have 16 tokens, those of bfloat16 64
@@ -128,10 +137,10 @@ def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list
     weights = weights_of(case, inputs, seed)
     weights[0] = weights[0].to(dtype).double()
     turned = inputs["turned"]
-    rows = {x: rotate(inputs[x].float(), 2 * math.pi * turned.float()).to(dtype).double() for x in ("q", "k")}
-    narrow = gradients(case, inputs, weights, dtype, by_engine=True)
-    exact = gradients(case, inputs | rows | {"turned": 0 * turned}, weights, torch.float64, by_engine=True)
-    got, want = (x.flip(1).cumsum(1).flip(1) for x in (narrow, exact))
+    angle = 2 * math.pi * turned.float().cumsum(1)
+    rows = {x: rotate(inputs[x].float(), angle).to(dtype).double() for x in ("q", "k")}
+    got = gradients(case, inputs, weights, dtype, by_engine=True)
+    want = gradients(case, inputs | rows | {"turned": 0 * turned}, weights, torch.float64, by_engine=False)
     pairs = (got[:, ::64], want[:, ::64]), (got, want), (got.sum(1), want.sum(1))
     return [(float((a - b).norm()), float(b.norm())) for a, b in pairs]
 
@@ -151,42 +160,29 @@ def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
     assert found.max() < (8e-3 if dtype == BF16 else 2e-3), found
 
 
-def apart_from_states(sp: Any, pairwise: bool, seed: int, K: int = 16) -> float:
-    """What the sum of all tokens' gradients is off what its first and last states tell, <J S', dS'> - <J S, dS>."""
-    case = Case(T=150, K=K, V=32, S=K // 2, groups=2, pairwise=pairwise)
+def apart_from_states(sp: Any, K: int, seed: int) -> float:
+    """What the first token's gradient is off what its first state tells, <S, J dS>."""
+    case = Case(T=150, K=K, V=32, S=K // 2, groups=2)
     given = draw(case, seed)
     leaves = {x: given[x].to(torch.float32 if x in ("g", "turned", "initial_state") else BF16) for x in given}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     of_o, of_final = weights_of(case, given, seed)
     with poisoned(2, 2):
-        o, final = diagonal(**leaves, scale=0.3, output_final_state=True, pairwise=pairwise)
+        o, final = diagonal(**leaves, scale=0.3, output_final_state=True)
         loss = (o.float() * of_o).sum() + (final * of_final).sum()
         grads = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()]), strict=True))
-
-    def told(state: Tensor, grad: Tensor) -> Tensor:  # [1, H, K, V] each
-        x, dx = (y.double().transpose(-1, -2) for y in (state, grad))
-        quarter = rotate(x, torch.full((*x.shape[:-1], case.S), math.pi / 2, dtype=x.dtype), pairwise)
-        products = (quarter * dx).sum(2)
-        pairs = (0, case.K // 2) if not pairwise else (0, 1)
-        step = 1 if not pairwise else 2
-        return products[..., pairs[0] :: step][..., : case.S] + products[..., pairs[1] :: step][..., : case.S]
-
-    want = told(final.detach(), of_final) - told(leaves["initial_state"].detach(), grads["initial_state"])
-    return relative_error(grads["turned"].double().sum(1), 2 * math.pi * want)
+    S, dS = (x.double().transpose(-1, -2) for x in (leaves["initial_state"].detach(), grads["initial_state"]))
+    quarter = rotate(dS, torch.full((*dS.shape[:-1], case.S), math.pi / 2, dtype=dS.dtype))
+    want = (S * quarter).sum(2).unflatten(-1, (-1, 2)).sum(-1)
+    return relative_error(grads["turned"][:, 0].double(), 2 * math.pi * want)
 
 
-@pytest.mark.parametrize("pairwise", [True, False])
-def test_shards_add_up_to_what_their_states_tell(pairwise: bool, seed: int) -> None:
-    """In bfloat16, to float32's digits: one rank's last state is another's first, and what these two tell must cancel
-    in sums over the tokens of both, which all earlier tokens have. With the first state rounded it was 1e-3."""
-    (found,) = run_ranks(apart_from_states, 1, pairwise, seed, env=INTERPRETED)
-    assert found < 1e-5
-
-
-def test_shards_add_up_where_keys_lie_in_tiles(seed: int) -> None:
-    """Of 256 channels: walks of dq and dk have some of them each, and dv has a walk of its own."""
-    (found,) = run_ranks(apart_from_states, 1, False, seed, 256, env=INTERPRETED)
-    assert found < 1e-5
+@pytest.mark.parametrize("K", [16, 256])
+def test_shards_end_as_their_states_tell(K: int, seed: int) -> None:
+    """In bfloat16, to float32's digits: one rank's last state is another's first, and what lies before a token must not
+    depend on which rank has it. With 256 channels walks of dq and dk have some of them each."""
+    (found,) = run_ranks(apart_from_states, 1, K, seed, env=INTERPRETED)
+    assert found < 1e-5, found
 
 
 @pytest.mark.parametrize("decay", [5.0, *slow(20.0), 50.0])

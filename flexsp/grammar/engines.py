@@ -12,7 +12,7 @@ from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.grammar import programs
 from flexsp.ops import _programs as vectors
 from flexsp.ops import _validate as check
-from flexsp.ops._rows import on_engine
+from flexsp.ops._rows import Turns, on_engine
 
 __all__ = ["Call", "compiled", "on_diagonal", "running_weights", "runs_compiled"]
 
@@ -29,8 +29,8 @@ class Call(NamedTuple):
         gate: log gates [B, T, H] or [B, T, H, K] in the accumulation dtype, at least so large that differences of
             their sums keep what follows; None where nothing decays.
         column: step sizes [B, T, H], factors of what a token writes, or None.
-        turned, own: where q and k were turned by running sums of angles that have gradients, the turns [B, T, H, S] and
-            scale <q, k> [B, T, H]; see `on_diagonal`. Else None.
+        turns, own: where q and k were turned by running sums of angles that have gradients, these and scale <q, k>
+            [B, T, H]; see `on_diagonal`. Else None.
         given: what else the call brings, by name.
         initial: [N, H, K + rows, V + columns], or None.
     """
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     cu_seqlens: Optional = None
     group: SequenceParallel | None = None
     fallback: str | None = None
-    turned: Optional = None
+    turns: Turns | None = None
     own: Optional = None
 
     @property
@@ -84,16 +84,16 @@ class Call(NamedTuple):
 
 
 def on_diagonal(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, op: str, turned: Optional = None
+    call: Call, q: Tensor, k: Tensor, v: Tensor, initial: Optional, op: str, turns: Turns | None = None
 ) -> tuple[Tensor, Optional]:  # fmt: skip
     """S_t = e^{g_t} S_{t-1} + sum over rows of k_t v_t^T, o_t = scale q_t S_t, for rows [B, T, R, H, *] in one dtype.
 
-    The diagonal engine runs it; with a gate for each channel (then R is 1) a compiled program does. turned
-    [B, T, H, S]: by how many turns the caller has rotated pairs of channels of q and k, not for autograd: the engine
-    gives the gradient. Then o_t lacks what token t itself writes, in which turns cancel, but not what rounds it.
+    The diagonal engine runs it; with a gate for each channel (then R is 1) a compiled program does. turns: by
+    which the caller has rotated pairs of channels of q and k, not for autograd: the engine gives the gradient. Then o_t
+    lacks what token t itself writes, in which turns cancel, but not what rounds it.
     """
     if call.gate is not None and call.gate.dim() == 4:
-        assert turned is None, "such gates do not commute with turns"
+        assert turns is None, "such gates do not commute with turns"
         q, k, v = (x.squeeze(2) for x in (q, k, v))
         o, final = compiled(call, "linear", {"q": q, "k": k, "v": v}, initial)
         return o.unsqueeze(2), final
@@ -105,7 +105,7 @@ def on_diagonal(
     check.same_call(call.group, op, q, *q.shape[2:], v.shape[-1], N, call.cu_seqlens is None)
     return on_engine(
         q, k, v, call.gate, scale=call.scale, initial=initial, want_final=call.want_final, cu_seqlens=call.cu_seqlens,
-        sp=call.group, op=op, turned=turned, strict=turned is not None,
+        sp=call.group, op=op, turns=turns, strict=turns is not None,
     )  # fmt: skip
 
 

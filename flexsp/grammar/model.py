@@ -261,14 +261,14 @@ class FlexLinearAttention:
         before = None
         if self._keeps_angle:
             initial_state, before = split_angle(initial_state, sizes[1])
-        angles, turned, own = self._angles(q, given, before, cu_seqlens, group), None, None
+        angles, turns, own = self._angles(q, given, before, cu_seqlens, group), None, None
         if angles is not None and "theta" in given and self._on_the_diagonal_engine:
             reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))
-            turned, own = angles.taken(), scale * (reads * keys).sum(-1)
+            turns, own = angles.taken(output_final_state), scale * (reads * keys).sum(-1)
         q, k = self._map(q, angles), self._map(k, angles)
         call = Call(
             q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback,
-            turned, own,
+            turns, own,
         )
         o, final = self._run(call)
         if angles is not None and output_final_state:
@@ -322,10 +322,10 @@ class FlexLinearAttention:
         if self._objective is not None:
             return self._objective.run(call._replace(gate=_clamped(gate, per_head, q), column=column))
         common: dict[str, Any] = {"cu_seqlens": call.cu_seqlens, "sp": call.group if call.group is not None else False}
-        if call.turned is not None and call.own is not None:
+        if call.turns is not None and call.own is not None:
             own, call = call.own, call._replace(gate=_clamped(gate, per_head, q), column=column)
             q, k, v = (x.unsqueeze(2) for x in (q, k, call.values))
-            o, final = on_diagonal(call, q, k, v, call.initial, "FlexLinearAttention rope", call.turned)
+            o, final = on_diagonal(call, q, k, v, call.initial, "FlexLinearAttention rope", call.turns)
             return o.squeeze(2) + own.unsqueeze(-1) * without_tail(call.values, call.cu_seqlens, call.group), final
         if self._on_the_diagonal_engine:
             if column is not None:

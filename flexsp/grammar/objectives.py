@@ -18,7 +18,7 @@ from flexsp.grammar.feature_map import FeatureMap
 from flexsp.kernels.rotary import rotate
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_gated_delta_product
-from flexsp.ops._rows import own_products, products, value_rows
+from flexsp.ops._rows import Turns, own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
@@ -272,17 +272,22 @@ class Spectral(Objective):
     def run(self, call: Call) -> tuple[Tensor, Optional]:
         H, K, V = call.sizes
         steps = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1)
+        ends: Optional = None
         angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
         theta, psi = angles.split([K // 2, V // 2], -1)
         # No rows are rounded: FlexLinearAttention has widened them, for the gradients of theta and psi.
         fixed = theta.detach()
         q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, fixed), (call.k, fixed), (call.values, psi)))
-        o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral", -theta / _TURN)
+        if call.want_final:
+            ends = last(angles, None, call.cu_seqlens, call.group)
+        by, sums, end = (None if x is None else -x[..., : K // 2] / _TURN for x in (steps, angles, ends))
+        assert by is not None and sums is not None
+        turns = Turns(by, sums, None, end)
+        o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral", turns)
         reads, keys, values = (without_tail(x, call.cu_seqlens, call.group) for x in (call.q, call.k, call.values))
         o = rotate(o.squeeze(2), psi) + call.scale * (reads * keys).sum(-1, keepdim=True) * values
-        if not call.want_final:
+        if ends is None:
             return o, None
-        ends = last(angles, None, call.cu_seqlens, call.group)
         o = o if call.group is None else add_backward_dependency(o, ends)
         if S is None:
             return o, None

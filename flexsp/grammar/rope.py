@@ -14,6 +14,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.rotary import rotate
+from flexsp.ops._rows import Turns
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import last, positions, running_sum
 
@@ -47,6 +48,8 @@ class Angles:
         exponents = -torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K
         self._speed = None if theta is not None else base**exponents  # radians a position
         self._sums: Optional = None
+        self._steps: Optional = None
+        self._end: Optional = None
         self._before = None if before is None else before / _TURN
         if theta is None and not kept:
             assert self._speed is not None
@@ -57,7 +60,7 @@ class Angles:
         assert steps is not None
         # In turns, not radians: without whole turns a sum stays small, and float32 keeps its digits.
         self._sums = running_sum(steps, cu_seqlens, sp, self._before, wrapped=True, unit=_TURN)
-        self._of_tokens = _TURN * self._sums
+        self._steps, self._of_tokens = steps, _TURN * self._sums
         if self._speed is not None:  # position 0 is not turned
             self._of_tokens = self._of_tokens - self._speed
 
@@ -65,16 +68,19 @@ class Angles:
         """q or k, rotated. All rows of a token have the same angle."""
         return rotate(x, self._of_tokens.unsqueeze(2) if x.dim() == 5 else self._of_tokens)
 
-    def taken(self) -> Tensor:
-        """The turns of tokens [B, T, H, K/2], for one who gives their gradient: from now on `turn` gives none."""
-        assert self._sums is not None
+    def taken(self, want_final: bool) -> Turns:
+        """The turns of tokens, for one who gives their gradient: from now on `turn` gives none."""
+        assert self._sums is not None and self._steps is not None and self._before is None
         self._of_tokens = self._of_tokens.detach()
-        return self._sums
+        end = self._at_end() / _TURN if want_final else None
+        return Turns(self._steps.to(self._sums.dtype) / _TURN, self._sums, None, end)
 
     def _at_end(self) -> Tensor:
         """The angle of the token after the last one, without its own theta, [N or 1, H or 1, K/2]."""
         if self._sums is not None:
-            return _TURN * last(self._sums, self._before, self._cu_seqlens, self._sp)
+            if self._end is None:
+                self._end = _TURN * last(self._sums, self._before, self._cu_seqlens, self._sp)
+            return self._end
         assert self._speed is not None
         if self._cu_seqlens is not None:
             tokens = self._cu_seqlens.diff().unsqueeze(-1)

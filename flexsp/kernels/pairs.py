@@ -8,9 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_pairs", "load_quarter", "of_pairs", "store_pairs", "store_turns"]
-
-_PI2 = tl.constexpr(6.283185307179586)
+__all__ = ["load_pairs", "of_pairs", "quarter_turn", "store_pairs", "turn_across"]
 
 
 @triton.jit
@@ -50,65 +48,27 @@ def store_pairs(
 
 
 @triton.jit
-def load_quarter(
-    rows, base, stride_t, length, col0, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, HALVES: tl.constexpr
-):
-    """The tile `rows` [C, BK] that `load_rows` has read, with pairs turned by a quarter: (x, y) becomes (-y, x).
-
-    Channels side by side change places in registers. Halves may lie in tiles of other programs: they are read once
-    more, in blocks that lie side by side in memory where sizes allow that.
-    """
-    HALF: tl.constexpr = K // 2
-    BLOCK: tl.constexpr = min(BK, HALF)
-    if not HALVES:
-        x, y = tl.split(tl.reshape(rows, [C, BK // 2, 2]))
-        found = tl.reshape(tl.join(-y, x), [C, BK])
-    elif K % 2 == 0 and HALF % BLOCK == 0 and BK % BLOCK == 0:
-        t = tl.arange(0, C)[:, None, None]
-        n = col0 // BLOCK + tl.arange(0, BK // BLOCK)[None, :, None]
-        second = n >= HALF // BLOCK
-        other = tl.where(second, n - HALF // BLOCK, n + HALF // BLOCK)
-        at = base + t * stride_t + other * BLOCK + tl.arange(0, BLOCK)[None, None, :]
-        x = tl.load(at, mask=(t < length) & (n < K // BLOCK), other=0.0)
-        found = tl.reshape(tl.where(second, x, -x), [C, BK])
-    else:
-        t = tl.arange(0, C)[:, None]
-        k = col0 + tl.arange(0, BK)
-        second = k >= HALF
-        other = tl.where(second, k - HALF, k + HALF)
-        x = tl.load(base + t * stride_t + other[None, :], mask=(t < length) & (k < 2 * HALF)[None, :], other=0.0)
-        found = tl.where(second[None, :], x, -x)
-    return found
+def quarter_turn(x):
+    """x [N, M] with pairs of channels side by side turned by a quarter: (x, y) becomes (-y, x)."""
+    x, y = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(-y, x), [x.shape[0], 2 * x.shape[1]])
 
 
 @triton.jit
-def of_pairs(x, HALVES: tl.constexpr):
-    """Of a tile [C, BK] of channels the sums of pairs [C, BK / 2]; of halves, which may lie in tiles of other programs,
-    the tile itself."""
-    if HALVES:
-        found = x
-    else:
-        found = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
-    return found
+def of_pairs(x):
+    """Of a tile [N, M] of channels the sums of pairs side by side, [N, M / 2]."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
 
 
 @triton.jit
-def store_turns(to, x, more, stride_t, length, col0, K: tl.constexpr, S: tl.constexpr, HALVES: tl.constexpr):
-    """Stores what `of_pairs` made of the first S pairs, times 2 pi: rows of S numbers, or 2 S of HALVES, those of first
-    channels and then those of second ones. Adds what lies in the same places at `more`, if that is not None."""
-    N: tl.constexpr = x.shape[1]
-    t = tl.arange(0, x.shape[0])[:, None]
-    if HALVES:
-        k = col0 + tl.arange(0, N)
-        second = k >= K // 2
-        p = tl.where(second, k - K // 2, k)
-        column = tl.where(second, S + p, p)
-    else:
-        p = col0 // 2 + tl.arange(0, N)
-        column = p
-    at = t * stride_t + column[None, :]
-    inside = (t < length) & (p < S)[None, :]
-    found = _PI2 * x
-    if more is not None:
-        found += tl.load(more + at, mask=inside, other=0.0)
-    tl.store(to + at, found, mask=inside)
+def turn_across(state, other, k0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Of a state's tile [BK, BV >= V] from row k0 on, and the K x V state at `other`, <S, J S'> of each pair of rows:
+    [BK / 2]. J turns pairs of rows by a quarter."""
+    k = k0 + tl.arange(0, BK)
+    partner = k + 1 - 2 * (k % 2)
+    v = tl.arange(0, BV)
+    inside = ((k < K) & (partner < K))[:, None] & (v < V)[None, :]
+    x = tl.load(other + partner[:, None] * V + v[None, :], mask=inside, other=0.0)
+    sign = tl.where(k % 2 == 0, -1.0, 1.0)
+    sums = tl.sum(state * x, axis=1) * sign
+    return tl.sum(tl.reshape(sums, [BK // 2, 2]), axis=1)

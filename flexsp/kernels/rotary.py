@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-__all__ = ["rotate"]
+__all__ = ["halved", "paired", "rotate", "turn_rows"]
 
 
 def rotate(x: torch.Tensor, angle: torch.Tensor, pairwise: bool = True) -> torch.Tensor:
@@ -24,3 +26,20 @@ def rotate(x: torch.Tensor, angle: torch.Tensor, pairwise: bool = True) -> torch
         rotated = torch.stack([first, second], dim=-1).flatten(-2)
         return rotated if 2 * S == K else torch.cat([rotated, x[..., 2 * S :]], dim=-1)
     return torch.cat([first, x[..., S : K // 2], second, x[..., K // 2 + S :]], dim=-1)
+
+
+def paired(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """x with channels i and i + K / 2 of ``dim``, a negative number, side by side."""
+    return x.unflatten(dim, (2, x.shape[dim] // 2)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+
+
+def halved(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """What `paired` was made of."""
+    return x.unflatten(dim, (x.shape[dim] // 2, 2)).transpose(dim - 1, dim).flatten(dim - 1, dim)
+
+
+def turn_rows(state: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """state [N, H, K, V], whose rows depend on ``turns`` [N or 1, H or 1, S] as on rotations of S pairs of rows side by
+    side, but are not rotated: for the gradient alone."""
+    angle = 2 * math.pi * (turns - turns.detach()).unsqueeze(-2)
+    return rotate(state.transpose(-1, -2), angle).transpose(-1, -2)

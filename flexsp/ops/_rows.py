@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.diagonal.op import diagonal
+from flexsp.kernels.engine import asks_for_kernels
+from flexsp.kernels.rotary import halved, paired, rotate, turn_rows
 
-__all__ = ["on_engine", "own_products", "products", "value_rows"]
+__all__ = ["Turns", "entering", "leaving", "on_engine", "own_products", "products", "value_rows"]
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -24,28 +29,71 @@ def products(k: Tensor, rows: Tensor) -> Tensor:
     return (k.unsqueeze(-1) * rows.unsqueeze(-2)).sum(1)
 
 
+class Turns(NamedTuple):
+    """By how many turns (of 2 pi) tokens have turned the first S pairs of rows of the state, all with gradients.
+
+    Attributes:
+        steps: what each token adds, [B, T, H, S].
+        sums: [B, T, H, S], the turns by which q and k are rotated; their rotation must not be differentiated.
+        start: what sums begin with, [N, H, S], or None: zero.
+        end: the sums of last tokens, [N or 1, H or 1, S]. None where no final state is wanted.
+    """
+
+    steps: Tensor
+    sums: Tensor
+    start: Optional = None
+    end: Optional = None
+
+
 def on_engine(
     q: Tensor, k: Tensor, v: Tensor, gate: Optional, *, scale: float, initial: Optional, want_final: bool,
-    cu_seqlens: Optional, sp: SequenceParallel | None, op: str, turned: Optional = None, pairwise: bool = True,
+    cu_seqlens: Optional, sp: SequenceParallel | None, op: str, turns: Turns | None = None, pairwise: bool = True,
     strict: bool = False,
 ) -> tuple[Tensor, Optional]:  # fmt: skip
     """`diagonal` over rows [B, T, R, H, *], one after the other. The state decays before a token's first row only, by
     its log gate [B, T, H].
 
-    So row i of q reads what rows j <= i of its own token have written, with `strict` rows j < i. turned, pairwise,
-    strict: as of `diagonal`, angles [B, T, H, S] of all rows of a token.
+    So row i of q reads what rows j <= i of its own token have written, with `strict` rows j < i. turns: by which all
+    rows of a token are rotated; pairwise: as of `flexsp.kernels.rotary.rotate`.
     """
-    (B, T, R, H), further = q.shape[:4], None
+    (B, T, R, H), further, of_rows = q.shape[:4], None, None
     if gate is not None:
         further = torch.cat([gate.unsqueeze(2), gate.new_zeros(B, T, R - 1, H)], 2).flatten(1, 2)
-    if turned is not None:
-        turned = turned.unsqueeze(2).expand(-1, -1, R, -1, -1).flatten(1, 2)
+    in_kernels = turns is not None and asks_for_kernels(q.is_cuda, q.dtype)
+    if turns is not None and not in_kernels:  # by nothing: for the gradient, of the very rows that products are made of
+        more = 2 * math.pi * (turns.sums - turns.sums.detach()).unsqueeze(2)
+        q, k = (rotate(x.to(more.dtype), more, pairwise) for x in (q, k))
+    if turns is not None and in_kernels:
+        steps = turns.steps.unsqueeze(2)
+        of_rows = torch.cat([steps, steps.new_zeros(B, T, R - 1, *steps.shape[3:])], 2).flatten(1, 2)
+        q, k = (x if pairwise else paired(x) for x in (q, k))
+        initial = entering(initial, turns.start, pairwise)
     o, final = diagonal(
-        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, turned=turned, scale=scale, initial_state=initial,
+        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, turned=of_rows, scale=scale, initial_state=initial,
         output_final_state=want_final, cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R,
-        strict=strict, pairwise=pairwise,
+        strict=strict,
     )  # fmt: skip
+    if turns is not None and in_kernels:
+        final = leaving(final, turns.end, pairwise)
     return o.unflatten(1, (T, R)), final
+
+
+def entering(initial: Optional, start: Optional, pairwise: bool) -> Optional:
+    """An initial state as `diagonal` has it with `turned`, which turns states against the tokens behind them: the state
+    stays where it is if these begin with further turns, ``start``."""
+    if initial is None:
+        return None
+    initial = initial if pairwise else paired(initial, -2)
+    return initial if start is None else turn_rows(initial, -start)
+
+
+def leaving(final: Optional, end: Optional, pairwise: bool) -> Optional:
+    """The final state of `diagonal` with `turned`, which is to turn with its tokens: by ``end``."""
+    if final is None:
+        return None
+    assert end is not None, "the final state turns with the last token"
+    final = turn_rows(final, end)
+    return final if pairwise else halved(final, -2)
 
 
 def own_products(reads: Tensor, keys: Tensor, x: Tensor, gamma: Tensor, eta: Tensor, strict: bool = False) -> Tensor:

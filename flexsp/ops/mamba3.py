@@ -19,7 +19,7 @@ from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype
 from flexsp.ops._programs import token_loop
 from flexsp.ops._recipe import by_recipe
-from flexsp.ops._rows import on_engine, own_products, products, value_rows
+from flexsp.ops._rows import Turns, entering, leaving, on_engine, own_products, products, value_rows
 from flexsp.ops._segments import in_segments
 from flexsp.runtime.recipe import step
 from flexsp.scan.exchange import add_backward_dependency
@@ -302,22 +302,25 @@ def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     tokens = _tokens(sizes, given)
     eta, eta_first = following(tokens.eta, *at)
     turns = running_sum(tokens.turns, *at, None if initial is None else initial.angle / _TURN, wrapped=True)
-    angle = _TURN * turns.detach().unsqueeze(2)  # the engine has its gradient
+    angle = _TURN * turns.detach().unsqueeze(2)  # `on_engine` has its gradient
     written = rotate(tokens.B, angle, options.pairwise) * (tokens.gamma + eta)[:, :, None, :, None]
     q, k, v = (rows.to(x.dtype) for rows in (rotate(tokens.C, angle, options.pairwise), written, tokens.x))
+    start = None if initial is None else initial.angle / _TURN
+    ends: tuple[Tensor, ...] = ()
+    if options.want_final:
+        found, B, last = ended(*at, turns, tokens.B, tokens.v)
+        ends = _ends(sizes, found, B, last, options)
+    end = ends[0] / _TURN if ends else None
     y, ssm = on_engine(
         q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=options.want_final,
-        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3", turned=turns, strict=True,
-        pairwise=options.pairwise,
+        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3", turns=Turns(tokens.turns, turns, start, end),
+        strict=True, pairwise=options.pairwise,
     )  # fmt: skip
     y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta, strict=True)
     if given.D is not None:
         y = y + tokens.x * given.D.to(y.dtype).unsqueeze(-1)
     y = without_tail((y if sizes.mimo else y.squeeze(2)).to(x.dtype), *at)
-    if not options.want_final:
-        return y, None, ()
-    turns, B, v = ended(*at, turns, tokens.B, tokens.v)
-    return y, ssm, _ends(sizes, turns, B, v, options)
+    return y, ssm, ends
 
 
 def _start(initial: Mamba3State | None, eta_first: Tensor, mimo_x: Optional) -> Optional:
@@ -372,21 +375,22 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     turns, mine = kernels.turns(given.angles, given.dt, _with_tail(start, resets), resets)
     arrived, more, until = arriving(mine, sizes.T, *at, start), None, None
     if arrived is not None:
-        more = arrived.sum.squeeze(1)
+        more = arrived.sum.squeeze(1).detach()
         until = None if arrived.tokens is None else arrived.tokens.sum()
     rows = kernels.rows(
         given.B, given.C, given.B_bias, given.C_bias, turns, more, until, gamma, eta, given.D, options.pairwise
     )
+    ends: tuple[Tensor, ...] = ()
+    if options.want_final:
+        found, B, v = ended(*at, turns, given.B, x)
+        found = found if arrived is None else arrived.onto(found, arrived.documents, True)
+        ends = _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), options)
     y, ssm = diagonal(
-        rows.q, rows.k, x, gate, w=rows.w, turned=kernels.onward(turns, more, until), scale=1.0,
-        initial_state=_start(initial, eta_first, None), output_final_state=options.want_final, cu_seqlens=cu_seqlens,
-        sp=options.sp, op="mamba3", strict=True, pairwise=options.pairwise,
+        rows.q, rows.k, x, gate, w=rows.w, turned=kernels.turning(given.angles, given.dt, turns), scale=1.0,
+        initial_state=entering(_start(initial, eta_first, None), start, options.pairwise),
+        output_final_state=options.want_final, cu_seqlens=cu_seqlens, sp=options.sp, op="mamba3", strict=True,
     )  # fmt: skip
-    if not options.want_final:
-        return y, None, ()
-    found, B, v = ended(*at, turns, given.B, x)
-    found = found if arrived is None else arrived.onto(found, arrived.documents, True)
-    return y, ssm, _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), options)
+    return y, leaving(ssm, ends[0] / _TURN if ends else None, options.pairwise), ends
 
 
 def _with_tail(start: Optional, resets: Optional) -> Optional:

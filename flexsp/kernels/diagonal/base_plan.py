@@ -141,14 +141,6 @@ class BasePlan(SegmentedPlan):
         spec = self.launch(kind, how, grid, pointers, to, numbers, constants)
         return replace(spec, options={"num_warps": how.warps})
 
-    def turns_in(self, wanted: Collection[str]) -> str | None:
-        """Where kernels leave gradients of the angles by which q and k were turned, if these are wanted."""
-        return None
-
-    def of_turns(self, turns: str | None) -> dict[str, Any]:
-        """Constants of kernels that leave them."""
-        return {"TURNS": 0, "HALVES": False}
-
     def sum_rows(self, x: str, to: str, H: int, group: int) -> LaunchSpec:
         """Sums over every `group` of H rows that a token has in x."""
         rows, width = self.B * self.T, self.buffers[x].shape[-1]

@@ -42,7 +42,7 @@ class DiagonalPlan(BasePlan):
     Attributes:
         token_skips: there is "w", weights of tokens by which outputs have v besides.
         write_gates: there is "i", log weights of tokens by which their keys are multiplied.
-        turned: "turned_pairs" or "turned_halves", angles by which the caller has turned q and k, or None.
+        turned: "turned", turns by which tokens rotate the state, and the caller has rotated q and k; or None.
         angles: how many of a row.
     """
 
@@ -81,7 +81,7 @@ class DiagonalPlan(BasePlan):
         column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
         return [
             *self.states_of_segments(), *tokens, *of_gates, *self._of_writes(), by_head, *self._of_skips(), *shared,
-            *column, *self._of_angles(),
+            *column, *self._of_turns(),
         ]  # fmt: skip
 
     def _of_writes(self) -> list[Buffer]:
@@ -103,36 +103,23 @@ class DiagonalPlan(BasePlan):
             found.append(Buffer("d_w", Role.GRADIENT, _F32, (self.B, self.H, self.T)))
         return found
 
-    def _of_angles(self) -> list[Buffer]:
-        """``@turns``: what tokens leave to the gradients of angles, in as many rows as kernels leave it;
-        ``@turn_reads``: what dq does."""
+    def _of_turns(self) -> list[Buffer]:
+        """``@turn_reads``: what dq leaves to the gradients of turns; ``@turn_ends``: what final states do; ``@turns``:
+        the gradients, a row a head."""
         if self.turned is None:
             return []
-        turns = self.B, self.T, self.H // self.group, self.angles
-        by_row = self.B, self.T, self._turn_rows, self.angles
+        turns, by_head = ((self.B, self.T, heads, self.angles) for heads in (self.H // self.group, self.H))
         return [
             Buffer(self.turned, Role.INPUT, _F32, turns), Buffer(gradient_of(self.turned), Role.GRADIENT, _F32, turns),
-            Buffer("@turns", Role.SCRATCH, _F32, by_row), Buffer("@turn_reads", Role.SCRATCH, _F32, by_row),
+            Buffer("@turns", Role.SCRATCH, _F32, by_head), Buffer("@turn_reads", Role.SCRATCH, _F32, by_head),
+            Buffer("@turn_ends", Role.SCRATCH, _F32, (self.tiling.n_docs, self.H, self.angles)),
         ]  # fmt: skip
 
-    @property
-    def _turn_rows(self) -> int:
-        """Of a token: of heads, or of blocks of those that share keys, and of first and second channels of halves."""
-        rows = self.H if self.shared is None else self.H // self.group * self.shared.blocks
-        return rows * (2 if self.turned == "turned_halves" else 1)
-
-    @property
-    def _turns_summed(self) -> bool:
-        """Whether kernels leave the gradients themselves, a row a head of q and k."""
-        return self._turn_rows == self.H // self.group
-
-    def turns_in(self, wanted: Collection[str]) -> str | None:
+    def _turns_in(self, wanted: Collection[str]) -> str | None:
+        """Where walks leave the gradients of turns, if these are wanted."""
         if self.turned is None or self.turned not in wanted:
             return None
-        return gradient_of(self.turned) if self._turns_summed else "@turns"
-
-    def of_turns(self, turns: str | None) -> dict[str, Any]:
-        return {"TURNS": self.angles if turns else 0, "HALVES": self.turned == "turned_halves"}
+        return gradient_of(self.turned) if self.group == 1 else "@turns"
 
     @cached_property
     def shared(self) -> SharedGradients | None:
@@ -230,10 +217,8 @@ class DiagonalPlan(BasePlan):
         else:
             found = self._of_walks(last, to, wanted)
         found += self.gate_gradients(last, wanted)
-        turns = self.turns_in(wanted)
-        if turns is not None and not self._turns_summed:
-            rows, heads = self._turn_rows, self.H // self.group
-            found.append(self.sum_rows(turns, gradient_of(str(self.turned)), rows, rows // heads))
+        if self._turns_in(wanted) == "@turns":
+            found.append(self.sum_rows("@turns", gradient_of(str(self.turned)), self.H, self.group))
         return found
 
     def _of_walks(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
@@ -351,17 +336,20 @@ class DiagonalPlan(BasePlan):
         initial = self.in_walk("@initial" if self.initial else None)
         if self.hopper is not None:
             return [*self.hopper.dq(to, initial, last, gates=dgate), *self._sum_heads("d_q")]
-        last = last if dgate else None
+        turns = None if self._turns_in(wanted) is None else "@turn_reads"
+        last = last if dgate or turns else None
         reads, sums = "@reads" if dgate else None, self._read_sums if dgate else None
-        turns = None if self.turns_in(wanted) is None else "@turn_reads"
-        ends = None if last is None else "@ends"
+        ends = None if last is None or not dgate else "@ends"
+        turn_ends = None if last is None or turns is None else "@turn_ends"
         dq = self.walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, turns, ends, "@states", initial, last],
-            named(to, reads, sums, turns, ends), ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
+            ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, turns, ends, turn_ends, "@states", initial,
+             last],
+            named(to, reads, sums, turns, ends, turn_ends),
+            ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None,
-            STRICT=self.strict, TURNED=self.turned is not None, GROUP=self.group, **self.of_turns(turns),
+            STRICT=self.strict, TURNED=self.turned is not None, TURNS=self.angles if turns else 0, GROUP=self.group,
         )  # fmt: skip
         return [dq, *self._sum_heads("d_q")]
 
@@ -378,22 +366,23 @@ class DiagonalPlan(BasePlan):
             return walks.dk(to, last, gates=dgate, skips=skips) if with_dk else [walks.dv(last, to_initial)]
         dskip = "@of_skip" if with_dv and skips else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
-        turns = self.turns_in(wanted) if with_dk else None
+        turns = self._turns_in(wanted) if with_dk else None
         sums = ["@pairs", "@writes", "@write_sums" if self._exact else None] if dgate else [None] * 3
         turn_reads = None if turns is None else "@turn_reads"
+        turn_ends = None if turns is None or last is None else "@turn_ends"
         sums += [turns, "@edges" if dgate else None]
         return [self.walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
-            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums[:3], turn_reads, *sums[3:],
-             of_steps, dskip, "@states", "@dstates", last, to_initial],
+            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums[:3], turn_reads, turn_ends,
+             *sums[3:], of_steps, dskip, "@states", "@dstates", last, to_initial],
             named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
             ["q", "k", "v", "do", *self.gate_strides, *self.strides(to, "d_v"), *self.skip_strides],
-            named("q", "k", "v", "do", self.gates, self.writing, self.skip, "@dstates", "@states" if dgate else None,
-                  turn_reads, last),
+            named("q", "k", "v", "do", self.gates, self.writing, self.skip, "@dstates",
+                  "@states" if dgate or turns else None, turn_reads, turn_ends, last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
-            STRICT=self.strict, TURNED=self.turned is not None, GROUP=self.group, **self.of_turns(turns),
+            STRICT=self.strict, TURNED=self.turned is not None, TURNS=self.angles if turns else 0, GROUP=self.group,
         )]  # fmt: skip
 
     def gate_grad(self, to: str, last: str | None) -> LaunchSpec:
@@ -410,8 +399,8 @@ class DiagonalPlan(BasePlan):
             "ROUNDING": 2.0**-14 if self._exact else 2.0**-16,
             "DECAY": primitives.decay_scalar, "FINAL": last is not None,
         }  # fmt: skip
-        write_sums = "@write_sums" if self._exact else None
-        reads = ["@pairs", "@reads", self._read_sums, "@writes", write_sums, "@edges", "@edges" if last is None else "@ends"]
+        write_sums, ends = "@write_sums" if self._exact else None, "@edges" if last is None else "@ends"
+        reads = ["@pairs", "@reads", self._read_sums, "@writes", write_sums, "@edges", ends]
         numbers = (*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         return self.small(
             "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], [to], numbers, **constants

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.pairs import load_quarter, of_pairs, store_turns
+from flexsp.kernels.pairs import of_pairs, quarter_turn, turn_across
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -38,6 +38,8 @@ from flexsp.kernels.primitives import (
     written,
 )
 from flexsp.runtime.launch import begin
+
+_PI2 = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
@@ -61,6 +63,13 @@ def _inner_by_rows(to, x, y, N: tl.constexpr):
 
 
 @triton.jit
+def _store_pairs_of(to, x, k0, N: tl.constexpr, BK: tl.constexpr):
+    """Stores x [BK / 2], numbers of the pairs of a tile's rows from k0 on, of which there are N."""
+    pair = k0 // 2 + tl.arange(0, BK // 2)
+    tl.store(to + pair, x, mask=pair < N)
+
+
+@triton.jit
 def _rest(S, DOT: tl.constexpr):
     """What a state loses in bf16, in bf16."""
     return (S - S.to(DOT).to(tl.float32)).to(DOT)
@@ -68,13 +77,13 @@ def _rest(S, DOT: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, states, initial, dfinal, table,
+    q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, turn_ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
     PARTS: tl.constexpr, EXACT: tl.constexpr, ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    STRICT: tl.constexpr, TURNED: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr,
+    STRICT: tl.constexpr, TURNED: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
@@ -102,8 +111,7 @@ def dq_kernel(
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
     read_sums += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
-    TURN: tl.constexpr = TURNS * (1 + HALVES)
-    of_turns = (b.to(tl.int64) * T * H + h) * TURN
+    of_turns = (b.to(tl.int64) * T * H + h) * TURNS
 
     if ALIKE:
         k_st = q_st
@@ -175,19 +183,22 @@ def dq_kernel(
             if last:
                 at_doc = (doc * H + h).to(tl.int64)
                 end = load_state(dfinal + at_doc * K * V, k0, 0, True, K, V, BK, BV)
-                _inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end, BK)
+                if READS:
+                    _inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S, end, BK)
+                if TURNS > 0:
+                    across = turn_across(S, dfinal + at_doc * K * V, k0, K, V, BK, BV)
+                    _store_pairs_of(turn_ends + at_doc * TURNS, across, k0, TURNS, BK)
         dqc += mm(da, kc, DOT, PREC)
         if TURNS > 0:
-            quarter = load_quarter(qc, q + start * q_st, q_st, length, k0, C, K, BK, HALVES)
-            here = of_pairs(quarter.to(tl.float32) * dqc, HALVES)
-            at_turns = of_turns + start.to(tl.int64) * H * TURN
-            store_turns(turn_reads + at_turns, here, None, H * TURN, length, k0, K, TURNS, HALVES)
+            here = of_pairs(quarter_turn(qc).to(tl.float32) * dqc)
+            to = turn_reads + of_turns + start.to(tl.int64) * H * TURNS
+            store_rows(to, here, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turns, edges, of_steps, of_skip,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turn_ends, turns, edges, of_steps, of_skip,
     states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh, w_sb, w_st, w_sh,
@@ -196,7 +207,7 @@ def dkv_kernel(
     DECAY: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, DG: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr,
     ALIKE: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr, SKIP: tl.constexpr, DSKIP: tl.constexpr,
-    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNED: tl.constexpr, TURNS: tl.constexpr, HALVES: tl.constexpr,
+    BY_TOKEN: tl.constexpr, STRICT: tl.constexpr, TURNED: tl.constexpr, TURNS: tl.constexpr,
     GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):
     """dk_j = scale sum_i dA_ij E_ij q_i + e^{b_C - b_j} dS v_j and dv_j = sum_i A_ij do_i + e^{b_C - b_j} k_j dS.
@@ -234,8 +245,7 @@ def dkv_kernel(
     SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     sums = tl.program_id(1) * n_chunks * per_chunk + tile
-    TURN: tl.constexpr = TURNS * (1 + HALVES)
-    of_turns = (b.to(tl.int64) * T * H + h) * TURN
+    of_turns = (b.to(tl.int64) * T * H + h) * TURNS
 
     if ALIKE:
         k_st = q_st
@@ -256,8 +266,11 @@ def dkv_kernel(
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
     dS = load_state(dstates + slot, k0, v0, True, K, V, BK, BV)
-    if DG:
+    if DG or TURNS > 0:
         S = load_state(states + slot, k0, v0, True, K, V, BK, BV)
+    if TURNS > 0:
+        carried = turn_across(S, dstates + slot, k0, K, V, BK, BV)
+    if DG:
         edge = tl.sum(tl.sum(S * dS, axis=1), axis=0)
         tl.store(edges + (tile * (tl.num_programs(1) // H) + b) * n_seg * H + seg * H + h, edge)
     for n in range(c0, c1):
@@ -269,6 +282,11 @@ def dkv_kernel(
                 dS = tl.zeros([BK, BV], tl.float32)
                 if FINAL:
                     dS = load_state(dfinal + at_doc, k0, v0, True, K, V, BK, BV)
+                if TURNS > 0:
+                    carried = tl.zeros([BK // 2], tl.float32)
+                    if FINAL:
+                        pair = k0 // 2 + tl.arange(0, BK // 2)
+                        carried = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=pair < TURNS, other=0.0)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
             written_at = rows_of(writing, c, C) if STEPS else bc
@@ -347,12 +365,12 @@ def dkv_kernel(
             if DG and STEPS and not EXACT:
                 _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if TURNS > 0:
-                quarter = load_quarter(kc, k + start * k_st, k_st, length, k0, C, K, BK, HALVES)
-                here = of_pairs(quarter.to(tl.float32) * dkc, HALVES)
-                at_turns = of_turns + start.to(tl.int64) * H * TURN
-                store_turns(
-                    turns + at_turns, here, turn_reads + at_turns, H * TURN, length, k0, K, TURNS, HALVES
-                )  # fmt: skip
+                at_turns = of_turns + start.to(tl.int64) * H * TURNS
+                here = load_rows(turn_reads + at_turns, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
+                here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)
+                since = carried[None, :] + tl.cumsum(here, axis=0, reverse=True)
+                carried += tl.sum(here, axis=0)
+                store_rows(turns + at_turns, since * _PI2, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)

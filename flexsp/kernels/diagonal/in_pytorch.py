@@ -6,7 +6,6 @@ at once with batched matrix products, by a step of the reference (`flexsp.kernel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +16,6 @@ from flexsp.comm.derivatives import share_backward
 from flexsp.kernels import reference
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.reference import Documents, States
-from flexsp.kernels.rotary import rotate
 from flexsp.kernels.table import chunk_table
 
 if TYPE_CHECKING:
@@ -33,8 +31,7 @@ Optional = torch.Tensor | None
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
     initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool, rows: int = 1,
-    w: Optional = None, i: Optional = None, turned: Optional = None, pairwise: bool = True,
-    strict: bool = False,
+    w: Optional = None, i: Optional = None, strict: bool = False,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t: outputs in v's dtype, final states in
     that of states.
@@ -50,17 +47,14 @@ def run(
         rows: how many of T are a token of `sp.set_lengths`.
         w: [B, T, H], or None for zeros.
         i: natural logarithms [B, T, H], or None for zeros.
-        turned, pairwise, strict: as of `flexsp.kernels.diagonal.op.diagonal`.
+        strict: as of `flexsp.kernels.diagonal.op.diagonal`.
     """
     anchor = None
     if sp is not None:
-        given = q, k, v, g, g_gamma, initial, w, i, turned
-        anchor, q, k, v, g, g_gamma, initial, w, i, turned = share_backward(sp, *given)
+        given = q, k, v, g, g_gamma, initial, w, i
+        anchor, q, k, v, g, g_gamma, initial, w, i = share_backward(sp, *given)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    if turned is not None:  # once more, by nothing: for the gradient, of the very rows that products are made of
-        more = 2 * math.pi * (turned - turned.detach())
-        q, k = (rotate(x.to(dtype), more, pairwise) for x in (q, k))
     layout = chunk_layout(cu_seqlens, T, sp, rows)
     gates = _gates(g, g_gamma, (B, T, H), dtype)
     gates = None if gates is None else layout.chunks(gates.unsqueeze(-1), dtype).squeeze(-1)

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from flexsp.kernels import functions
 from flexsp.kernels.columns import ColumnBlocks
@@ -25,8 +26,8 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "diagonal_pair", "ssd"]
 
 class Diagonal(Engine):
     """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
-    [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned_pairs" or
-    "turned_halves" [B, T, H, S], by which the caller has turned q and k. The form is "names|rows|strict|description":
+    [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned"
+    [B, T, H, S], by which tokens rotate the state. The form is "names|rows|strict|description":
     those that are there, the rows of a token, "strict" or nothing, and what ranks compare of the call."""
 
     kind, title = "diagonal", NAME
@@ -37,7 +38,7 @@ class Diagonal(Engine):
         names, rows, strict, self.description = form.split("|", 3)
         self.rows, self.strict, self.names = int(rows), bool(strict), ("q", "k", "v", *_split(names))
         self.gate = next((name for name in self.names if name in ("g", "g_gamma")), None)
-        self.turned = next((name for name in self.names if name in _TURNED.values()), None)
+        self.turned = "turned" if "turned" in self.names else None
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
@@ -59,7 +60,6 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
-_TURNED = {True: "turned_pairs", False: "turned_halves"}  # whether pairs are channels side by side
 register(Diagonal, [3, 4, 5, 6, 7])
 
 
@@ -106,11 +106,10 @@ class _InPytorch:
         given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
         q, k, v, g, g_gamma, w, i = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w", "i"))
         assert q is not None and k is not None and v is not None
-        pairwise = _TURNED[False] not in given
-        turned = given.get(_TURNED[pairwise])
+        assert "turned" not in given, "rotations are differentiated by who makes them"
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows), w, i, turned, pairwise, bool(strict),
+            asked.want_final, int(rows), w, i, bool(strict),
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -141,7 +140,6 @@ def diagonal(
     op: str = "linear attention",
     rows: int = 1,
     strict: bool = False,
-    pairwise: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t, over [B, T, H, *] inputs already
     validated.
@@ -153,10 +151,11 @@ def diagonal(
     w [B, T, H] is in float32, or in float64 beside float64. It needs a row of keys for every head, and values of more
     than one channel: ValueError where these are not there.
 
-    turned: by how many turns (of 2 pi) the caller has rotated the first S pairs of channels of q and k, [B, T, G, S] in
-    float32, or in float64 beside float64, with a row for each head of q: given for its gradient alone, which is exact
-    over long texts where that of a rotation of rounded rows is not (`flexsp.kernels.diagonal.grads`). The
-    caller's own rotation must not differentiate it. pairwise: pairs are as in `flexsp.kernels.rotary.rotate`.
+    turned: by how many turns (of 2 pi) each token rotates the first S pairs of the state's rows, channels 2 p and
+    2 p + 1 of q and k, [B, T, G, S] in float32, with a row for each head of q. The caller has rotated q and k by the
+    sums of these, without autograd: turned is given for its gradient alone, which the kernels take of states, so that
+    it is exact over long texts. It is that of turning all that lies before a token, initial states included, against
+    that token and all that lies behind it; final states are behind all tokens. ValueError in calls that PyTorch runs.
 
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
@@ -170,12 +169,21 @@ def diagonal(
         raise ValueError(f"w: expected {expected}; got {q.shape[2]} heads and {v.shape[-1]} channels")
     if i is not None and g is None and g_gamma is None:
         raise ValueError("i: expected write gates beside g or g_gamma; got neither of these")
-    angles = {} if turned is None else {_TURNED[pairwise]: turned}
-    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, angles, strict)
-    if asks_for_kernels(q.is_cuda, q.dtype):
+    in_kernels = asks_for_kernels(q.is_cuda, q.dtype)
+    if turned is not None and not in_kernels:
+        raise ValueError("turned: expected a call that kernels run; got one that PyTorch runs")
+    if turned is not None and v.shape[-1] == 1:  # a second column, since walks leave its gradient
+        start = None if initial_state is None else F.pad(initial_state, (0, 1))
+        o, final = diagonal(
+            q, k, F.pad(v, (0, 1)), g, g_gamma, w, i, turned, scale=scale, initial_state=start,
+            output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op=op, rows=rows, strict=strict,
+        )  # fmt: skip
+        return o[..., :1], None if final is None else final[..., :1]
+    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, turned, strict)
+    if in_kernels:
         blocks = ColumnBlocks.of(v.shape[-1])
         o, final = Diagonal.run(
-            form, _in_blocks(blocks, tensors, len(angles)), blocks.states(initial_state), cu_seqlens,
+            form, _in_blocks(blocks, tensors, turned is not None), blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
@@ -188,26 +196,27 @@ def diagonal(
 def _described(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None,
     w: torch.Tensor | None, i: torch.Tensor | None, scale: float, packed: bool, op: str, rows: int,
-    angles: dict[str, torch.Tensor], strict: bool = False,
+    turned: torch.Tensor | None = None, strict: bool = False,
 ) -> tuple[str, list[torch.Tensor]]:  # fmt: skip
     """The form and the tensors of a call of `diagonal`."""
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
     call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
-    call += ", turned" if angles else ""
+    call += ", turned" if turned is not None else ""
     call += ", own products apart" if strict else ""
     call += ", packed" if packed else ""
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
-    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *angles.values()]
-    return f"{','.join([*gates[:1], *others, *angles])}|{rows}|{'strict' if strict else ''}|{call}", tensors
+    last = {} if turned is None else {"turned": turned}
+    tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *last.values()]
+    return f"{','.join([*gates[:1], *others, *last])}|{rows}|{'strict' if strict else ''}|{call}", tensors
 
 
-def _in_blocks(blocks: ColumnBlocks, tensors: list[torch.Tensor], angles: int = 0) -> list[torch.Tensor]:
-    """q, k, v and what heads have besides, where blocks of columns are heads. The last tensors are angles of keys."""
-    end = len(tensors) - angles
+def _in_blocks(blocks: ColumnBlocks, tensors: list[torch.Tensor], turned: bool = False) -> list[torch.Tensor]:
+    """q, k, v and what heads have besides, where blocks of columns are heads. turned: the last tensor is of keys."""
+    end = len(tensors) - turned
     by_head = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:end]]
     return [*tensors[:2], blocks.values(tensors[2]), *by_head, *tensors[end:]]
 
@@ -243,8 +252,8 @@ def diagonal_pair(
         o2, final2 = diagonal(q, k, u, g, initial_state=start2, op=ops[1], **how)
         return (o, o2), (final, final2)
     blocks = ColumnBlocks.of(v.shape[-1])
-    form, tensors = _described(q, k, v, g, None, None, i, scale, packed, ops[0], 1, {})
-    form2, tensors2 = _described(q, k, u, g, None, None, None, scale, packed, ops[1], 1, {})
+    form, tensors = _described(q, k, v, g, None, None, i, scale, packed, ops[0], 1)
+    form2, tensors2 = _described(q, k, u, g, None, None, None, scale, packed, ops[1], 1)
     o, final, o2, final2 = Diagonal.run_both(
         (form, _in_blocks(blocks, tensors), blocks.states(start)), (form2, tensors2, start2), cu_seqlens,
         output_final_state=output_final_state, sp=sp, scale=scale,

@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from flexsp.kernels.diagonal.summarize import behind_chunk
-from flexsp.kernels.pairs import load_quarter, of_pairs, store_turns
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -270,13 +269,12 @@ def shared_values_kernel(
 
 @triton.jit
 def shared_keys_kernel(
-    q, k, v, do, gate, writing, entering, leaving, dscores, dq, dk, turns, reads, passes, table,
+    q, k, v, do, gate, writing, entering, leaving, dscores, dq, dk, reads, passes, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     first_chunk, T, H, n_chunks, kept, heads, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     PACKED: tl.constexpr, SUMS: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr, STEPS: tl.constexpr,
-    TURNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """dq, dk [B, T, groups, blocks, K] of one chunk and BK channels, sums over `heads` of the GROUP heads that share
     rows of q and k: dq_i = scale sum_h e^{b_i} S do_i + sum_j dscores_ij k_j and dk_j = sum_h e^{b_C - b_j} dS v_j +
@@ -284,8 +282,7 @@ def shared_keys_kernel(
 
     Of the chunks from `first_chunk` on; entering, leaving and dscores have `kept` chunks. SUMS, in parts that are to be
     added up: reads [B, H, chunks, K tiles, C, PARTS], <do_i, what i reads of S>, and passes [B, H, chunks, K tiles],
-    e^{b_C} <S, dS>. TURNS (with V == 1): turns [B, T, groups, blocks, S or 2 S] are the gradients of the angles of S =
-    TURNS pairs (see `store_turns`).
+    e^{b_C} <S, dS>.
     """
     begin(PDL)
     n_k: tl.constexpr = (K + BK - 1) // BK
@@ -360,13 +357,6 @@ def shared_keys_kernel(
     dkc = dkc + mm(tl.trans(ds), qc, DOT, PREC)
     stride = groups.to(tl.int64) * blocks * K
     to = (b.to(tl.int64) * T + start) * stride + (group * blocks + block) * K
-    if TURNS > 0:
-        found = load_quarter(qc, q, q_st, length, k0, C, K, BK, HALVES).to(tl.float32) * dqc
-        found += load_quarter(kc, k, k_st, length, k0, C, K, BK, HALVES).to(tl.float32) * dkc
-        TURN: tl.constexpr = TURNS * (1 + HALVES)
-        turn = groups.to(tl.int64) * blocks * TURN
-        at_turns = (b.to(tl.int64) * T + start) * turn + (group * blocks + block) * TURN
-        store_turns(turns + at_turns, of_pairs(found, HALVES), None, turn, length, k0, K, TURNS, HALVES)
     store_rows(dq + to, dqc, stride, length, k0, C, K, BK)
     store_rows(dk + to, dkc, stride, length, k0, C, K, BK)
 

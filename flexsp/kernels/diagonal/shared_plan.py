@@ -41,7 +41,7 @@ class SharedGradients:
         return -(-self.plan.group // blocks)
 
     @property
-    def blocks(self) -> int:
+    def _blocks(self) -> int:
         return -(-self.plan.group // self._heads)
 
     @property
@@ -67,10 +67,10 @@ class SharedGradients:
         of_chunk = plan.B, plan.H, plan.n_chunks
         held = torch.bfloat16 if plan.dtype == torch.bfloat16 and plan.tiling.V > 1 else _F32
         edges = held, (plan.B, self._kept, plan.H, *plan.state)
-        of_blocks = _F32, (plan.B, plan.T, self._groups * self.blocks, K)
+        of_blocks = _F32, (plan.B, plan.T, self._groups * self._blocks, K)
         scratch = {
             "@entering": edges, "@leaving": edges, "@dq_blocks": of_blocks, "@dk_blocks": of_blocks,
-            "@dscores": (plan.dtype, (plan.B, self._kept, self._groups, self.blocks, C, C)),
+            "@dscores": (plan.dtype, (plan.B, self._kept, self._groups, self._blocks, C, C)),
             "@sums": (_F32, (*of_chunk, C, self._parts(self.tiles.values), 4)),
             "@reads": (_F32, (*of_chunk, self._key_tiles, C, self._parts(self.tiles.keys))),
             "@passes": (_F32, (*of_chunk, self._key_tiles)),
@@ -87,15 +87,15 @@ class SharedGradients:
     def gradients(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """All but those of gates and parameters, of which they leave parts. Expects that of the first piece the states
         are there."""
-        dq, dk = ("d_q", "d_k") if self.blocks == 1 else ("@dq_blocks", "@dk_blocks")
+        dq, dk = ("d_q", "d_k") if self._blocks == 1 else ("@dq_blocks", "@dk_blocks")
         launches = []
         for first in range(0, self.plan.n_seg, self._segments):
             launches += [self.entering(first)] if first else []
             launches.append(self._states(first, "q", "do", "@dstates", "@leaving", last, to, reverse=True))
             launches += self._chunks(first, dq, dk, wanted)
-        if self.blocks > 1:
-            rows = self._groups * self.blocks
-            launches += [self.plan.sum_rows(x, y, rows, self.blocks) for x, y in ((dq, "d_q"), (dk, "d_k"))]
+        if self._blocks > 1:
+            rows = self._groups * self._blocks
+            launches += [self.plan.sum_rows(x, y, rows, self._blocks) for x, y in ((dq, "d_q"), (dk, "d_k"))]
         return launches
 
     def _states(
@@ -107,7 +107,7 @@ class SharedGradients:
 
     def _chunks(self, first: int, dq: str, dk: str, wanted: Collection[str]) -> list[LaunchSpec]:
         plan, tiles = self.plan, self.tiles
-        dsums, turns = plan.of_sums(wanted), plan.turns_in(wanted)
+        dsums = plan.of_sums(wanted)
         sums, reads = ["@sums"] if dsums else [None], ["@reads", "@passes"] if dsums else [None, None]
         values = self._over_heads(
             "shared_values_kernel", tiles.values, 1, first,
@@ -117,8 +117,8 @@ class SharedGradients:
         )  # fmt: skip
         keys = self._over_heads(
             "shared_keys_kernel", tiles.keys, self._key_tiles, first,
-            ["q", "k", "v", "do", plan.gates, plan.writing, "@entering", "@leaving", "@dscores", dq, dk, turns, *reads],
-            named(dq, dk, turns, *reads), (), SUMS=dsums, **plan.of_turns(turns),
+            ["q", "k", "v", "do", plan.gates, plan.writing, "@entering", "@leaving", "@dscores", dq, dk, *reads],
+            named(dq, dk, *reads), (), SUMS=dsums,
         )  # fmt: skip
         return [values, keys]
 
@@ -130,7 +130,7 @@ class SharedGradients:
         first_chunk = first * p.per_seg
         constants |= {"K": p.K, "V": p.V, "BK": tile.bk, "BV": tile.bv, "C": p.chunk, "PARTS": self._parts(tile)}
         constants |= {"GATED": plan.gate is not None, "STEPS": plan.writing is not None, "GROUP": plan.group}
-        grid = programs * min(self._kept, p.n_chunks - first_chunk), self.blocks, p.B * self._groups
+        grid = programs * min(self._kept, p.n_chunks - first_chunk), self._blocks, p.B * self._groups
         cut = first_chunk, p.T, p.H, p.n_chunks, self._kept, self._heads
         return plan.launch(
             kind, Launch(tile.bv, tile.warps, tile.stages), grid, pointers, writes,

@@ -87,10 +87,10 @@ def _block(n: int, smallest: int) -> int:
 
 def choose(
     dtype: torch.dtype, K: int, V: int, device: Device = H200, packed: bool = False, shared: bool = False,
-    gluon: bool = False, gated: bool = False,
+    gluon: bool = False, gated: bool = False, turned: bool = False,
 ) -> Tiles:  # fmt: skip
     """Tiles for inputs of `dtype` and head sizes K, V in 1..256; `shared` where heads share keys, `gated` where tokens
-    have gates.
+    have gates, `turned` where they turn the state.
 
     bf16 multiplies bf16 tiles; fp16 and fp32 multiply fp32 tiles (tf32, tf32x3), which take twice the shared memory.
     Where documents are packed, each sets the state anew: in tensor memory no release of Triton pipelines that.
@@ -99,6 +99,8 @@ def choose(
     if dtype != torch.bfloat16:
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
+    if turned:
+        return _turned_tiles(found, bk, bv) if device.wide_products else found
     if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device, bk // 32 if V > 1 else 1)
     if gluon and device.wide_products and not device.tensor_memory and _in_gluon(K, V, gated):
@@ -139,6 +141,14 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
     return Tiles(64, summarize, output, dq=across, dk=across, dv=Tile(bk, wide_v, walk_warps, 2))
 
 
+def _turned_tiles(tiles: Tiles, bk: int, bv: int) -> Tiles:
+    """Walks that leave gradients of turns read states in two parts, and rows once more: of few rows of a state each, and
+    with dv apart, none of them spills much."""
+    dq = dk = Tile(64, bv, 8 if bv > 64 else 4, 3 if bv <= 128 else 2)
+    dv = Tile(bk, min(bv, 64), 8, 3 if bk <= 128 else 2) if bv > 64 or bk > 128 else Tile(bk, min(bv, 32), 4, 3)
+    return replace(tiles, dq=dq, dk=dk, dv=dv)
+
+
 def _shared_tiles(tiles: Tiles, bk: int, bv: int, device: Device, pieces: int) -> Tiles:
     """For values of up to 64: of larger ones the states are so large that walks are as fast.
 
@@ -169,10 +179,10 @@ def _single_tiles(bk: int, bv: int) -> Tiles:
 def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tiles]]:
     """Every distinct choice for a GPU with one (dtype, K, V) that leads to it."""
     seen: dict[Tiles, tuple[torch.dtype, int, int, Tiles]] = {}
-    flags = itertools.product((False, True), (False, True), (False, True))
+    flags = itertools.product((False, True), (False, True), (False, True), (False, True))
     sizes = itertools.product(flags, (torch.bfloat16, torch.float32), (64, 128, 256), (1, 16, 64, 128, 256))
-    for (shared, gluon, gated), dtype, K, V in sizes:
-        tiles = choose(dtype, K, V, device, shared=shared, gluon=gluon, gated=gated)
+    for (shared, gluon, gated, turned), dtype, K, V in sizes:
+        tiles = choose(dtype, K, V, device, shared=shared, gluon=gluon, gated=gated, turned=turned)
         seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())
 

@@ -40,27 +40,26 @@ class Tiling:
 def make_tiling(q: torch.Tensor, v: torch.Tensor, n_docs: int, gated: bool = False, turned: bool = False) -> Tiling:
     """Tiling for q [B, T, G, K], v [B, T, H, V] and `n_docs` packed documents (0: not packed), on q's GPU.
 
-    gated: tokens have gates. turned: angles of q and k may have gradients, which walks in Triton leave, and kernels for
-    states of one column.
+    gated: tokens have gates. turned: they turn the state.
     """
     sizes = (*v.shape[:3], q.shape[-1], v.shape[-1], n_docs)
-    device, shared, alike = of_device(q.device), q.shape[2] != v.shape[2] and not turned, q.dtype == v.dtype
+    device, shared, alike = of_device(q.device), q.shape[2] != v.shape[2], q.dtype == v.dtype
     try:
-        return tiling_of(q.dtype, *sizes, device, shared, alike and not turned, gated)
+        return tiling_of(q.dtype, *sizes, device, shared, alike, gated, turned)
     except TypeError:  # symbolic sizes have no hash
-        return tiling_of.__wrapped__(q.dtype, *sizes, device, shared, alike and not turned, gated)
+        return tiling_of.__wrapped__(q.dtype, *sizes, device, shared, alike, gated, turned)
 
 
 @functools.lru_cache(maxsize=4096)
 def tiling_of(
     dtype: torch.dtype, B: int, T: int, H: int, K: int, V: int, n_docs: int, device: Device, shared: bool = False,
-    alike: bool = True, gated: bool = False,
+    alike: bool = True, gated: bool = False, turned: bool = False,
 ) -> Tiling:  # fmt: skip
     """As `make_tiling`, of sizes; `shared` where heads share keys, `alike` where v has the dtype of q and k."""
     from flexsp.runtime.triton_private import runs_gluon
 
     check_heads("q", B, H)
-    choice = tiles.choose(dtype, K, V, device, n_docs > 0, shared, alike and runs_gluon(), gated)
+    choice = tiles.choose(dtype, K, V, device, n_docs > 0, shared, alike and runs_gluon(), gated, turned)
     n_chunks = -(-T // choice.chunk) + n_docs
     pieces = tiles.pieces(choice, n_chunks, B * H, K, V)
     per_seg = tiles.segment_length(n_chunks, B * H, device.programs, pieces)

@@ -18,7 +18,7 @@ from flexsp.kernels.mamba3 import steps as of_steps
 from flexsp.kernels.mamba3 import turns as sums
 from flexsp.kernels.run import run
 
-__all__ = ["Rows", "onward", "rows", "steps", "turns"]
+__all__ = ["Rows", "rows", "steps", "turning", "turns"]
 
 _NAME = "the kernels of Mamba-3"
 _BYTES = 4096  # of a tile of `rows_kernel`
@@ -151,17 +151,10 @@ class _Turns(torch.autograd.Function):
             sums.turn_grad_sums_kernel, {"dturns": dturns, "resets": tensors["resets"], **found}, (), PACKED=packed
         )  # fmt: skip
         tensors |= {"enters": cut.scan(found, dlast, packed, reverse=True), "dturns": dturns}
-        added = angles.shape[2] < cut.H
-        blocks = -(-cut.H // cut.heads(_ADDED))
-        like = dt.new_empty(cut.batch, cut.T, blocks, cut.S, dtype=torch.float32) if added else angles
-        dangles = torch.empty_like(like, memory_format=torch.contiguous_format)
-        ddt = dt.new_empty(dt.shape, dtype=torch.float32)
         dinitial = None if ctx.initial is None else dt.new_zeros(ctx.initial, dtype=torch.float32)
-        tensors |= {"dangles": dangles, "ddt": ddt, "dinitial": ddt if dinitial is None else dinitial}
-        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SHARED": _shared(angles), "ADDED": added}
-        cut.walk(sums.turns_grad_kernel, tensors, strides, **how)
-        dangles = dangles.sum(2, keepdim=True).to(angles.dtype) if added else dangles
-        return dangles, ddt.to(dt.dtype), dinitial, None
+        tensors["dinitial"] = dt if dinitial is None else dinitial
+        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SUMMED": False}
+        return *_turns_grad(cut, tensors, strides, **how), dinitial, None
 
 
 def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
@@ -182,6 +175,44 @@ def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tu
     check_heads("x", batch, H)
     found: tuple[Tensor, Tensor] = _Turns.apply(angles, dt, None if initial is None else initial.contiguous(), resets)
     return found
+
+
+class _Turning(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, angles: Tensor, dt: Tensor, sums: Tensor) -> Tensor:
+        keep_for_backward(ctx, angles, dt)
+        return sums.view_as(sums)
+
+    @staticmethod
+    def backward(ctx: Any, dturns: Tensor) -> tuple[Tensor, Tensor, None]:
+        angles, dt = kept_for_backward(ctx, _NAME, dturns)
+        cut = _cut(angles, dt)
+        tensors, strides = _given(angles, dt, None)
+        tensors |= {"enters": dt, "dturns": _dense(dturns).contiguous(), "dinitial": dt}
+        dangles, ddt = _turns_grad(cut, tensors, strides, PACKED=False, INITIAL=False, SUMMED=True)
+        return dangles, ddt, None
+
+
+def turning(angles: Tensor, dt: Tensor, sums: Tensor) -> Tensor:
+    """The `sums` of `turns`, for an engine that gives the gradients of their steps 0.5 tanh(angles) dt."""
+    untransformed(_NAME, IN_PYTORCH)
+    found: Tensor = _Turning.apply(angles, dt, sums.detach())
+    return found
+
+
+def _turns_grad(
+    cut: _Cut, tensors: dict[str, Tensor], strides: tuple[int, ...], **how: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of angles and dt, by `turns_grad_kernel`."""
+    angles, dt = tensors["angles"], tensors["dt"]
+    added = angles.shape[2] < cut.H
+    blocks = -(-cut.H // cut.heads(_ADDED))
+    like = dt.new_empty(cut.batch, cut.T, blocks, cut.S, dtype=torch.float32) if added else angles
+    dangles = torch.empty_like(like, memory_format=torch.contiguous_format)
+    ddt = dt.new_empty(dt.shape, dtype=torch.float32)
+    made = {"dangles": dangles, "ddt": ddt}
+    cut.walk(sums.turns_grad_kernel, {**tensors, **made}, strides, SHARED=_shared(angles), ADDED=added, **how)
+    return dangles.sum(2, keepdim=True).to(angles.dtype) if added else dangles, ddt.to(dt.dtype)
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -345,36 +376,11 @@ def _row_grads(given: dict[str, Optional], dq: Tensor, dk: Tensor, dw: Tensor, h
     return found
 
 
-class _Onward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, turned: Tensor, arrived: Tensor, until: Optional) -> Tensor:
-        keep_for_backward(ctx, until)
-        return turned.view_as(turned)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (until,) = kept_for_backward(ctx, _NAME, grad)
-        going_on = grad
-        if until is not None:
-            here = torch.arange(grad.shape[1], device=grad.device) < until
-            going_on = torch.where(here.view(1, -1, 1, 1), grad, 0.0)
-        return grad, going_on.sum(1), None
-
-
-def onward(turned: Tensor, arrived: Optional, until: Optional) -> Tensor:
-    """The turns that rows have, for an engine that needs no more than where their gradient goes: `turned`, without the
-    `arrived` of `rows`."""
-    if arrived is None:
-        return turned
-    found: Tensor = _Onward.apply(turned, arrived, until)
-    return found
-
-
 def rows(
     B: Tensor, C: Tensor, B_bias: Optional, C_bias: Optional, turned: Tensor, arrived: Optional, until: Optional,
     gamma: Tensor, eta: Tensor, D: Optional, pairwise: bool,
 ) -> Rows:  # fmt: skip
-    """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), and w = D + gamma <B + B_bias, C + C_bias>, by which
+    """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), pairs side by side, and w = D + gamma <B + B_bias, C + C_bias>, by which
     tokens have their own products: the engine leaves these out (`strict`).
 
     Args:

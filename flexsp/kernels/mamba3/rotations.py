@@ -3,8 +3,8 @@ values.
 
 A program has some tokens of one group, holds their rows of B and C as tiles [BT, BP] of the first and the second
 channels of pairs, and goes over the group's heads: what is summed over heads, the gradients of B and C, is summed
-here, always in the same order. Pairs are channels 2 p and 2 p + 1, or with HALVES p and p + K / 2; those from S on do
-not turn. Where the first BP pairs have all that do, the next BP have tiles of their own (STILL).
+here, always in the same order. Pairs of B and C are channels 2 p and 2 p + 1, or with HALVES p and p + K / 2; in rows
+for the engine they lie side by side. Those from S on do not turn. Where the first BP pairs have all that do, the next BP have tiles of their own (STILL).
 """
 
 from __future__ import annotations
@@ -138,15 +138,15 @@ def rows_kernel(
         behind = tl.load(eta + row, mask=there, other=0.0)
         weight = (mine + behind)[:, None]
         to_q, to_k = q + row * K, k + row * K
-        store_pairs(to_q, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, 0, 0, K, BP, HALVES)
+        store_pairs(to_q, there, y1 * cos - y2 * sin, y1 * sin + y2 * cos, 0, 0, K, BP, False)
         k1, k2 = weight * (x1 * cos - x2 * sin), weight * (x1 * sin + x2 * cos)
-        store_pairs(to_k, there, k1, k2, 0, 0, K, BP, HALVES)
+        store_pairs(to_k, there, k1, k2, 0, 0, K, BP, False)
         products = x1 * y1 + x2 * y2
         if STILL:
             x3, x4 = _biased(b3, b4, b_bias, h, 0, BP, K, BP, HALVES, B_BIAS)
             y3, y4 = _biased(c3, c4, c_bias, h, 0, BP, K, BP, HALVES, C_BIAS)
-            store_pairs(to_q, there, y3, y4, 0, BP, K, BP, HALVES)
-            store_pairs(to_k, there, weight * x3, weight * x4, 0, BP, K, BP, HALVES)
+            store_pairs(to_q, there, y3, y4, 0, BP, K, BP, False)
+            store_pairs(to_k, there, weight * x3, weight * x4, 0, BP, K, BP, False)
             products += x3 * y3 + x4 * y4
         product = tl.sum(products, axis=1)
         tl.store(own + row, product, mask=there)
@@ -192,8 +192,8 @@ def rows_grad_kernel(
         # All is read before anything is written: what comes later would wait for memory once more.
         row = (batch * T + t) * H + h
         of_k, of_q = dk + row * K, dq + row * K
-        v1, v2 = load_pairs(of_k, there, shift, FIRST, K, BP, HALVES)
-        u1, u2 = load_pairs(of_q, there, shift, FIRST, K, BP, HALVES)
+        v1, v2 = load_pairs(of_k, there, shift, FIRST, K, BP, False)
+        u1, u2 = load_pairs(of_q, there, shift, FIRST, K, BP, False)
         x1, x2 = _biased(b1, b2, b_bias, h, shift, FIRST, K, BP, HALVES, B_BIAS)
         y1, y2 = _biased(c1, c2, c_bias, h, shift, FIRST, K, BP, HALVES, C_BIAS)
         mine = tl.load(gamma + row, mask=there, other=0.0)

@@ -220,16 +220,21 @@ def turn_grad_sums_kernel(
 def turns_grad_kernel(
     angles, dt, resets, enters, dturns, dangles, ddt, dinitial, a_sb, a_st, a_sh, a_ss, d_sb, d_st, d_sh, T,
     n_seg, per_seg, H: tl.constexpr, S: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, STEP: tl.constexpr,
-    PACKED: tl.constexpr, INITIAL: tl.constexpr, SHARED: tl.constexpr, ADDED: tl.constexpr, PDL: tl.constexpr,
+    PACKED: tl.constexpr, INITIAL: tl.constexpr, SHARED: tl.constexpr, ADDED: tl.constexpr, SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """dangles [batch, T, H, S], ddt [batch, T, H] in fp32, and what sums began with, dinitial [batch, H, S], or with
-    PACKED of the documents that begin here. ADDED: dangles [batch, T, blocks, S] are sums over each block of heads."""
+    PACKED of the documents that begin here. ADDED: dangles [batch, T, blocks, S] are sums over each block of heads.
+
+    SUMMED: dturns are sums over the tokens behind already, and `enters` is not read."""
     begin(PDL)
     b, seg, h, s, valid = _place(n_seg, H, S, BH, BS)
     angles, given = _angles(angles + b * a_sb, h, s, a_sh, a_ss, valid, S, SHARED)
     dt += b * d_sb + h * d_sh
     channel = h[:, None] * S + s[None, :]
-    total = tl.load(enters + (b * n_seg + seg) * (H * S) + channel, mask=valid, other=0.0)
+    total = tl.zeros([BH, BS], tl.float64)
+    if not SUMMED:
+        total = tl.load(enters + (b * n_seg + seg) * (H * S) + channel, mask=valid, other=0.0)
     end = seg.to(tl.int64) * per_seg + per_seg - 1
     for i in range(0, per_seg, STEP):
         grads: tl.tuple = ()
@@ -246,7 +251,7 @@ def turns_grad_kernel(
             documents = documents + (document,)  # noqa: RUF005
         for j in tl.static_range(STEP):
             t = end - i - j
-            total += grads[j].to(tl.float64)
+            total = grads[j].to(tl.float64) if SUMMED else total + grads[j].to(tl.float64)
             back = 0.5 * total.to(tl.float32)
             slope = tanh_of(rows[j].to(tl.float32))
             found = back * (1.0 - slope * slope) * steps[j].to(tl.float32)[:, None]

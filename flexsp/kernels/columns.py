@@ -25,8 +25,8 @@ class ColumnBlocks(NamedTuple):
     width: int
 
     @staticmethod
-    def of(V: int) -> ColumnBlocks:
-        n = -(-V // MOST)
+    def of(V: int, most: int = MOST) -> ColumnBlocks:
+        n = -(-V // most)
         return ColumnBlocks(V, n, V if n == 1 else -(-V // (16 * n)) * 16)
 
     def values(self, v: torch.Tensor) -> torch.Tensor:

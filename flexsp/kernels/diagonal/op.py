@@ -60,6 +60,7 @@ def _split(names: str) -> list[str]:
     return names.split(",") if names else []
 
 
+_TURNED_COLUMNS = 128  # of a state whose turns have gradients: walks with more spill registers
 register(Diagonal, [3, 4, 5, 6, 7])
 
 
@@ -181,7 +182,7 @@ def diagonal(
         return o[..., :1], None if final is None else final[..., :1]
     form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, turned, strict)
     if in_kernels:
-        blocks = ColumnBlocks.of(v.shape[-1])
+        blocks = ColumnBlocks.of(v.shape[-1]) if turned is None else ColumnBlocks.of(v.shape[-1], _TURNED_COLUMNS)
         o, final = Diagonal.run(
             form, _in_blocks(blocks, tensors, turned is not None), blocks.states(initial_state), cu_seqlens,
             output_final_state=output_final_state, sp=sp, scale=scale,

@@ -152,9 +152,7 @@ class _Turns(torch.autograd.Function):
         )  # fmt: skip
         tensors |= {"enters": cut.scan(found, dlast, packed, reverse=True), "dturns": dturns}
         dinitial = None if ctx.initial is None else dt.new_zeros(ctx.initial, dtype=torch.float32)
-        tensors["dinitial"] = dt if dinitial is None else dinitial
-        how = {"PACKED": packed, "INITIAL": dinitial is not None, "SUMMED": False}
-        return *_turns_grad(cut, tensors, strides, **how), dinitial, None
+        return *_turns_grad(cut, tensors, strides, dinitial, packed=packed, summed=False), dinitial, None
 
 
 def turns(angles: Tensor, dt: Tensor, initial: Optional, resets: Optional) -> tuple[Tensor, Tensor]:
@@ -188,8 +186,8 @@ class _Turning(torch.autograd.Function):
         angles, dt = kept_for_backward(ctx, _NAME, dturns)
         cut = _cut(angles, dt)
         tensors, strides = _given(angles, dt, None)
-        tensors |= {"enters": dt, "dturns": _dense(dturns).contiguous(), "dinitial": dt}
-        dangles, ddt = _turns_grad(cut, tensors, strides, PACKED=False, INITIAL=False, SUMMED=True)
+        tensors |= {"enters": dt, "dturns": _dense(dturns).contiguous()}
+        dangles, ddt = _turns_grad(cut, tensors, strides, None, packed=False, summed=True)
         return dangles, ddt, None
 
 
@@ -201,17 +199,20 @@ def turning(angles: Tensor, dt: Tensor, sums: Tensor) -> Tensor:
 
 
 def _turns_grad(
-    cut: _Cut, tensors: dict[str, Tensor], strides: tuple[int, ...], **how: bool
+    cut: _Cut, tensors: dict[str, Tensor], strides: tuple[int, ...], dinitial: Optional, *, packed: bool, summed: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of angles and dt, by `turns_grad_kernel`."""
+    """Gradients of angles and dt, by `turns_grad_kernel`, which takes `tensors` first; writes `dinitial`."""
     angles, dt = tensors["angles"], tensors["dt"]
     added = angles.shape[2] < cut.H
     blocks = -(-cut.H // cut.heads(_ADDED))
     like = dt.new_empty(cut.batch, cut.T, blocks, cut.S, dtype=torch.float32) if added else angles
     dangles = torch.empty_like(like, memory_format=torch.contiguous_format)
     ddt = dt.new_empty(dt.shape, dtype=torch.float32)
-    made = {"dangles": dangles, "ddt": ddt}
-    cut.walk(sums.turns_grad_kernel, {**tensors, **made}, strides, SHARED=_shared(angles), ADDED=added, **how)
+    made = {"dangles": dangles, "ddt": ddt, "dinitial": ddt if dinitial is None else dinitial}
+    cut.walk(
+        sums.turns_grad_kernel, {**tensors, **made}, strides, PACKED=packed, INITIAL=dinitial is not None,
+        SHARED=_shared(angles), ADDED=added, SUMMED=summed,
+    )  # fmt: skip
     return dangles.sum(2, keepdim=True).to(angles.dtype) if added else dangles, ddt.to(dt.dtype)
 
 

@@ -40,6 +40,8 @@ CASES = {
     "documents": Case(bounds=(0, 0, 17, 20, 20, 41)),
     "documents, no states": Case(bounds=(0, 33, 45), states=False),
     "values in two tiles, pairs in two": Case(T=20, K=70, V=80, S=35, groups=1),
+    "a tile that does not turn": Case(T=20, K=128, S=32),
+    "a tile that turns in part": Case(T=20, K=128, S=40, groups=1),
     "shared rows": Case(groups=1, V=5, others=("g_gamma",)),
     "wide values": Case(T=17, V=270, groups=1),
     "own products apart": Case(bounds=(0, 0, 17, 20, 20, 41), strict=True),
@@ -182,7 +184,7 @@ def test_shards_end_as_their_states_tell(K: int, seed: int) -> None:
     """In bfloat16, to float32's digits: one rank's last state is another's first, and what lies before a token must not
     depend on which rank has it. With 256 channels walks of dq and dk have some of them each."""
     (found,) = run_ranks(apart_from_states, 1, K, seed, env=INTERPRETED)
-    assert found < 1e-5, found
+    assert found < 1e-4, found  # 2e-5 at most of ten seeds; 1e-3 and more where a state is rounded
 
 
 @pytest.mark.parametrize("decay", [5.0, *slow(20.0), 50.0])

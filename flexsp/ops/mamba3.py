@@ -378,7 +378,7 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
         more = arrived.sum.squeeze(1).detach()
         until = None if arrived.tokens is None else arrived.tokens.sum()
     rows = kernels.rows(
-        given.B, given.C, given.B_bias, given.C_bias, turns, more, until, gamma, eta, given.D, options.pairwise
+        given.B, given.C, given.B_bias, given.C_bias, turns.detach(), more, until, gamma, eta, given.D, options.pairwise
     )
     ends: tuple[Tensor, ...] = ()
     if options.want_final:

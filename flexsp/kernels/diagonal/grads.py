@@ -189,10 +189,11 @@ def dq_kernel(
                     across = turn_across(S, dfinal + at_doc * K * V, k0, K, V, BK, BV)
                     _store_pairs_of(turn_ends + at_doc * TURNS, across, k0, TURNS, BK)
         dqc += mm(da, kc, DOT, PREC)
-        if TURNS > 0:
-            here = of_pairs(quarter_turn(qc).to(tl.float32) * dqc)
-            to = turn_reads + of_turns + start.to(tl.int64) * H * TURNS
-            store_rows(to, here, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
+        if TURNS > 0:  # noqa: SIM102 (a constexpr, then a value)
+            if k0 < 2 * TURNS:  # channels behind do not turn
+                here = of_pairs(quarter_turn(qc).to(tl.float32) * dqc)
+                to = turn_reads + of_turns + start.to(tl.int64) * H * TURNS
+                store_rows(to, here, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
         store_rows(dq + start * dq_st, dqc, dq_st, length, k0, C, K, BK)
 
 
@@ -364,13 +365,14 @@ def dkv_kernel(
                 _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if DG and STEPS and not EXACT:
                 _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
-            if TURNS > 0:
-                at_turns = of_turns + start.to(tl.int64) * H * TURNS
-                here = load_rows(turn_reads + at_turns, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
-                here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)
-                since = carried[None, :] + tl.cumsum(here, axis=0, reverse=True)
-                carried += tl.sum(here, axis=0)
-                store_rows(turns + at_turns, since * _PI2, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
+            if TURNS > 0:  # noqa: SIM102
+                if k0 < 2 * TURNS:
+                    at_turns = of_turns + start.to(tl.int64) * H * TURNS
+                    here = load_rows(turn_reads + at_turns, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
+                    here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)
+                    since = carried[None, :] + tl.cumsum(here, axis=0, reverse=True)
+                    carried += tl.sum(here, axis=0)
+                    store_rows(turns + at_turns, since * _PI2, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)

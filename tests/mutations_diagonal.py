@@ -8,6 +8,9 @@ __all__ = ["DIAGONAL"]
 
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _TURNED = "tests/test_turned.py::test_against_the_rotation"
+_SUMS = "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
+_MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
+_MIMO = "tests/test_mamba3.py::test_kernels_over_ranks[mimo]"
 _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
 _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
@@ -70,7 +73,7 @@ DIAGONAL = [
          "rounding is carried past closed gates", _EDGES + "test_large_numbers_behind_closed_gates_leave_no_rounding"),
         ("previous += tl.load(term - 1, mask=before", "previous += tl.load(term, mask=before", "a token's own write counts as one before", _PLAIN),
         ("before = valid & (rows > 0)", "before = valid", "the row above a chunk is read", _PLAIN),
-        ("written(qc, scale + tl.zeros([C], tl.float32), oc, V, DOT, PREC)", "written(qc, None, oc, V, DOT, PREC) * scale",
+        ("dS += written(qc, read_weight, oc, V, DOT, PREC)", "dS += written(qc, read_weight if GATED else None, oc, V, DOT, PREC) * (1.0 if GATED else scale)",
          "operands of products held over turns need a third buffer",
          "tests/test_compile_diagonal.py::test_shared_memory_without_learned_gates"),
         ("arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)", "arrived = tl.sum(read, axis=0)",
@@ -85,7 +88,7 @@ DIAGONAL = [
         ("straddle += arrived", "straddle += 0.0", "reads do not straddle", _ENGINE + "test_segments[1]"),
         ("straddle = tl.where(last, edge, straddle)", "straddle = straddle",
          "what straddles a document's end stays", _ENGINE + "test_segments[1]"),
-        ("S += written(kc, power(b_end - written_at)", "S += written(kc, power(b_end)",
+        ("write_weight = power(b_end - written_at)", "write_weight = power(b_end) + tl.zeros([C], tl.float32)",
          "keys decay from the chunk's start for dq", _PLAIN),
         ("da = (dac * decay).to(DOT)", "da = dac.to(DOT)", "dk without the decay", _PLAIN),
         ("dvc += read * weight\n", "dvc += read\n", "gradients of values lack the skip weight", _SSD),
@@ -217,7 +220,7 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/op.py",
-        ('n_docs, self.gate == "g")', "n_docs)", "heads of 128 x 128 leave sums of gates in Triton",
+        ('n_docs, self.gate == "g", self', "n_docs, False, self", "heads of 128 x 128 leave sums of gates in Triton",
          "tests/test_compile_diagonal.py::test_shared_memory[bf16 128]"),
         ("torch.promote_types(q.dtype, torch.float32), [v", "q.dtype, [v", "values with weights are rounded in PyTorch",
          "tests/test_mlstm.py::test_nothing_is_rounded_before_the_quotient"),
@@ -269,41 +272,47 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/grads.py",
-        ("_inner_by_rows(turn_reads + c * per_chunk * BK, S, written(turned, weight,", "_inner_by_rows(turn_reads + c * per_chunk * BK, S, written(qc, weight,",
-         "what chunks read is not turned", _TURNED + "[pairs-in walks]"),
-        ("written(turned, into if GATED else None, vc,", "written(turned, None, vc,", "angles forget decays of what is written", _TURNED + "[pairs-in walks]"),
+        ("dqc = tl.dot(reading, rest, dqc)", "pass", "reads take states of 8 bits", _SUMS),
+        ("dkc = tl.dot(writing_rows, rest, dkc)", "pass", "writes take states of 8 bits", _SUMS),
+        ("S += written(kc, None, weighted(vc, write_weight, V, DOT), V, DOT, PREC)", "S += written(kc, write_weight, vc, V, DOT, PREC)",
+         "a chunk reads weights that are not those it writes", _SUMS),
+        ("carried = turn_across(S, dstates + slot, k0, K, V, BK, BV)", "carried = tl.zeros([BK // 2], tl.float32)",
+         "sums begin anew with nothing", _TURNED + "[pairs]"),
+        ("carried = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=pair < TURNS, other=0.0)", "carried += 0.0",
+         "documents end without their final states", _TURNED + "[documents]"),
+        ("axis=0, reverse=True)\n                    carried", "axis=0)\n                    carried", "turns answer for what lies before them", _TURNED + "[pairs]"),
+        ("carried += tl.sum(here, axis=0)", "carried = tl.sum(here, axis=0)", "a chunk forgets those behind it", _TURNED + "[pairs]"),
+        ("here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)", "pass", "keys do not turn", _TURNED + "[pairs]"),
+        ("            if k0 < 2 * TURNS:  # channels", "            if k0 < TURNS:  # channels", "the last channels do not turn", _TURNED + "[values in two tiles, pairs in two]"),
+        ("                if k0 < 2 * TURNS:\n                    at_turns", "                if True:\n                    at_turns", "channels turn that do not",
+         _TURNED + "[a tile that does not turn]"),
     ),
     *_in(
         "flexsp/kernels/pairs.py",
-        ("tl.where(second[None, :], -x, x)", "x", "both channels turn back the same way", _TURNED + "[halves, no gate, no states-in walks]"),
+        ("tl.join(-y, x)", "tl.join(y, x)", "both channels turn the same way", _TURNED + "[pairs]"),
+        ("tl.where(k % 2 == 0, -1.0, 1.0)", "tl.where(k % 2 == 0, 1.0, -1.0)", "states turn the other way round", _TURNED + "[pairs]"),
+        ("partner = k + 1 - 2 * (k % 2)", "partner = k", "rows meet themselves", _TURNED + "[pairs]"),
+        ("((k < K) & (partner < K))[:, None]", "(k < K)[:, None]", "a row without partner has one", _TURNED + "[odd K, write gates]"),
     ),
     *_in(
-        "flexsp/kernels/diagonal/turned_grads.py",
-        ("tl.where(second, by_row, -by_row)", "by_row", "both channels of a pair turn the same way", _TURNED + "[pairs-by edges]"),
-        ("found += (missing /", "found += 0.0 * (missing /", "chunks need not add up to what states tell",
-         "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"),
-        ("                    if FINAL:\n                        missing +=", "                    if not FINAL:\n                        missing +=",
-         "angles do not answer for last states of documents", _TURNED + "[documents-by edges]"),
-        ("tl.static_range(GROUP)", "tl.static_range(1)", "one head answers for all that share a row", _TURNED + "[shared rows-in walks]"),
-        ("missing -= _of_pairs(ends + at_chunk", "missing += _of_pairs(ends + at_chunk", "what chunks add to states counts the other way round",
-         _TURNED + "[pairs-in walks]"),
-        ("+ c - first_seg * per_seg) * H", "+ c) * H", "later pieces read states of other chunks", _TURNED + "[pairs-by edges]"),
-        ("behind = of_chunk + TILES * K", "behind = of_chunk", "a chunk ends where it begins", _TURNED + "[pairs-by edges]"),
-        ("_store_turned(edges, came,", "_store_turned(edges + 0, entering + at,", "what comes from another rank is rounded",
-         "tests/test_turned.py::test_shards_add_up_to_what_their_states_tell[True-by edges]"),
-        ("edges + (h - h + n_chunks) *", "edges + (h - h) *", "nothing comes from behind the last chunk", _TURNED + "[pairs-by edges]"),
+        "flexsp/kernels/diagonal/diagonal_plan.py",
+        ('self.sum_rows("@turns", gradient_of(str(self.turned)), self.H, self.group)', 'self.sum_rows("@turns", gradient_of(str(self.turned)), self.H, 1)',
+         "one head answers for all that share a row", _TURNED + "[shared rows]"),
+        ("last = last if dgate or turns else None", "last = last if dgate else None", "last states count only where gates have gradients",
+         _TURNED + "[documents, no gate]"),
     ),
     *_in(
-        "flexsp/kernels/diagonal/turned_plan.py",
-        ('initial = plan.in_walk("@initial" if plan.initial else None)', "initial = None",
-         "documents begin without their states", _TURNED + "[documents-by edges]"),
-        ('return self.name == "turned_halves"', "return False", "halves are taken for neighbours", _TURNED + "[halves, no gate, no states-in walks]"),
+        "flexsp/ops/_rows.py",
+        ("turn_rows(initial, -start)", "turn_rows(initial, start)", "first states turn the other way round", _MAMBA3_KERNELS),
+        ("final = turn_rows(final, end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
+        ("turns.sums - turns.sums.detach()", "turns.sums - turns.sums", "angles have no gradients in PyTorch", _MAMBA3),
+        ("steps.new_zeros(B, T, R - 1, *steps.shape[3:])], 2)", "steps.new_zeros(B, T, R - 1, *steps.shape[3:])][::-1], 2)",
+         "a token turns at its last row", _MIMO),
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
         ("~causal.tril(-1), 0.0)\n        self.sum", "~causal, 0.0)\n        self.sum", "in PyTorch tokens read their own products",
          _MAMBA3),
-        ("(turned - turned.detach())", "(turned - turned).detach()", "angles have no gradients in PyTorch", _TURNED + "[pairs-in walks]"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -463,8 +463,10 @@ GATES = [
         ("None if dlast is None else _dense(dlast).contiguous()", "None", "sums do not answer to the ranks behind",
          _MAMBA3_OVER),
         ("if grads[2] is None else _in_memory(grads[2])", "", "outputs do not answer for the skip", _MAMBA3_KERNELS),
-        ("device=grad.device) < until", "device=grad.device) <= until", "ranks before answer for the next document",
-         _MAMBA3_PARTS),
+        ("PACKED=packed, INITIAL=dinitial is not None,", "PACKED=packed, INITIAL=False,",
+         "what sums begin with has no gradient", _MAMBA3_PARTS),
+        ("packed=False, summed=True", "packed=False, summed=False", "sums of gradients are summed up again",
+         _MAMBA3_KERNELS),
     ),
     *_in(
         "flexsp/ops/_rows.py",

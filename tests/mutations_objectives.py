@@ -105,14 +105,14 @@ OBJECTIVES = [
         "flexsp/grammar/objectives.py",
         ("without_tail(x, call.cu_seqlens, call.group) for x in (call.q", "x for x in (call.q",
          "tokens behind the last document have their own products", "tests/test_tail.py::test_objectives[spectral]"),
-        ("call.state, \"FlexLinearAttention spectral\", -theta / _TURN)", "call.state, \"FlexLinearAttention spectral\", theta / _TURN)",
+        ("None if x is None else -x[..., : K // 2] / _TURN", "None if x is None else x[..., : K // 2] / _TURN",
          "the engine's turns have the other sign", _LOOP),
     ),
     *_in(
         "flexsp/grammar/model.py",
         ("reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))", "reads, keys = q, k",
          "own products come from behind the last document", "tests/test_tail.py::test_tails_are_not_read"),
-        ("turned, own = angles.taken(), scale *", "turned, own = angles.taken(), 2 * scale *",
+        ("turns, own = angles.taken(output_final_state), scale *", "turns, own = angles.taken(output_final_state), 2 * scale *",
          "tokens have their own products twice", "tests/test_grammar.py::test_against_token_loop[gla, rope-batch]"),
     ),
 ]  # fmt: skip

@@ -38,6 +38,7 @@ CASES = {
     "no gate, no states": Case(others=(), states=False),
     "odd K, write gates": Case(K=7, others=("g", "i", "w")),
     "documents": Case(bounds=(0, 0, 17, 20, 20, 41)),
+    "documents, no gate": Case(bounds=(0, 0, 17, 20, 20, 41), others=()),
     "documents, no states": Case(bounds=(0, 33, 45), states=False),
     "values in two tiles, pairs in two": Case(T=20, K=70, V=80, S=35, groups=1),
     "a tile that does not turn": Case(T=20, K=128, S=32),

@@ -92,11 +92,8 @@ def mamba3(
     that runs in PyTorch. Both compute in float32. Angles are summed in turns in float64, without whole turns; over
     ranks sums of at most half a turn a rank are exchanged in float32.
 
-    Gradients of ``angles`` are sums over all later tokens, whose terms nearly cancel. Kernels have the terms of every
-    chunk add up to what states in float32 tell, so that roundings of half precision do not add up over the text. Within
-    chunks they do: where states decay within a few tokens, with log gates of -1 to -8 a token, errors in bfloat16 are
-    below 1 % token by token, but 2 to 5 % summed over tokens. Take float32 where such a sum matters, as for a bias of
-    angles.
+    Gradients of ``angles`` are sums over all later tokens, whose terms nearly cancel. Kernels begin these sums anew
+    every few thousand tokens, with what states in float32 tell, so that roundings do not add up over the text.
 
     Args:
         x: [B, T, H, P], float16, bfloat16, float32 or float64, any strides; P of 1..512.

@@ -50,12 +50,7 @@ def judge(found: dict[str, float]) -> None:
     assert not over, "; ".join(over)
 
 
-# Within a chunk gradients of rows are rounded to half precision; see "Known limits" of CHANGELOG.md.
-ROUNDED = pytest.mark.xfail(strict=True, raises=AssertionError, reason="sums of angles' gradients are off by 2 to 5 %")
-CASES = [
-    pytest.param(name, kind, marks=[ROUNDED] if (name, kind) == ("mamba3", "strong") else [])
-    for name in OPS for kind in (["mild"] if name in OWN else KINDS)
-]  # fmt: skip
+CASES = [(name, kind) for name in OPS for kind in (["mild"] if name in OWN else KINDS)]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)

@@ -12,6 +12,14 @@ dS and S are made of (`read_sums`, `write_sums`), so that the terms of neighbour
 `summarize_kernel` rounds the same operands, so that <S, dS> at the edges agrees with them. `output_kernel` does not,
 so that `ends` are of the state that the walk of dq has, not of the final states.
 
+Turns (TURNED, docs/math.md, section 18): tokens may rotate pairs of the state's rows, and q and k come rotated by sums
+of these turns. The gradient of a turn is <S, J dS> of the states before its token, J a rotation by a quarter. It is
+taken of fp32 states at a segment's right edge, or of those of a packed document's end (`turn_ends`), and carried from
+there: a token adds <dq, J q> + <dk, J k>, where pairs on one side of it must cancel. So these products are taken of
+gradients in registers. What a chunk reads of S and what it adds to dS are made of the same operands, weighted rows of
+values that are rounded once. States enter products in two parts in bf16, which keeps 16 bits. Then tokens' own numbers
+serve for what is carried to gates, too, and `read_sums` are not needed.
+
 A tile leaves sums over channels in parts, as many as the warps between which its matrix products split the summed axis:
 adding them up later costs less than a barrier a chunk.
 """
@@ -91,8 +99,9 @@ def dq_kernel(
     reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
     BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
     rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
-    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNS: turn_reads [B, T, H, S
-    or 2 S] fp32 are what dq leaves to the gradients of the angles of S = TURNS pairs (see `store_turns`).
+    STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNS: turn_reads
+    [B, T, H, S] fp32 are <dq, J q> of the first S = TURNS pairs of channels, turn_ends [N, H, S] (FINAL) <S, J dfinal>
+    of packed documents that end here.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -199,8 +208,8 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turn_ends, turns, edges, of_steps, of_skip,
-    states, dstates, dfinal, dinitial, table,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turn_ends, turns, edges, of_steps,
+    of_skip, states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh, w_sb, w_st, w_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
@@ -225,8 +234,8 @@ def dkv_kernel(
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
     has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN), which `writes` leave out. DSKIP: of_skip [B, H,
-    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNS (with DK): turns are what dq and
-    dk leave to the gradients of angles, turn_reads what dq does (see `dq_kernel`).
+    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNS (with DK): turns [B, T, H, S] fp32 are the
+    gradients of turns, in turns of 2 pi; turn_reads and turn_ends are as of `dq_kernel`.
     """
     begin(PDL)
     tile = tl.program_id(0)

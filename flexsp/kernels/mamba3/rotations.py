@@ -4,7 +4,8 @@ values.
 A program has some tokens of one group, holds their rows of B and C as tiles [BT, BP] of the first and the second
 channels of pairs, and goes over the group's heads: what is summed over heads, the gradients of B and C, is summed
 here, always in the same order. Pairs of B and C are channels 2 p and 2 p + 1, or with HALVES p and p + K / 2; in rows
-for the engine they lie side by side. Those from S on do not turn. Where the first BP pairs have all that do, the next BP have tiles of their own (STILL).
+for the engine they lie side by side. Those from S on do not turn. Where the first BP pairs have all that do, the next
+BP have tiles of their own (STILL).
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ def test_angles(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ["mamba3", "mimo"])
 def test_angles_in_kernels(name: str, seed: int) -> None:
     (found,) = run_ranks(errors_of_angles, 1, name, 1024, 2, seed, env=INTERPRETED, timeout=600)
-    assert max(found["dangles"], found["ddt"]) < 0.01 and found["dangles, summed over tokens"] < 0.03, found
+    assert max(found.values()) < 0.01, found
 
 
 @pytest.mark.parametrize(("segments", "packed"), [(1, False), (4, False), (1, True)], ids=["1", "4", "packed"])

@@ -129,11 +129,11 @@ def test_pytorch_refuses_turns(seed: int) -> None:
 
 
 def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list[tuple[float, float]]:
-    """In half precision, of what turns in front of chunks get, of what every one gets, and of its sum: how far each
-    is off float64 with the same rows, and how large that is. decay: of log gates, -.16 on average for 1. Where they are
-    large, tokens do not read what they write themselves, as in Mamba-3."""
-    T = 192 if decay > 1 else 768 if dtype == BF16 else 256  # chunks of float16 have 16 tokens, those of bfloat16 64
-    case = Case(T=T, K=16, V=16, S=8, groups=1 if decay < 1 else 2, states=decay < 1, strict=decay > 1)
+    """In half precision, in one segment, of what every turn gets and of its sum: how far each is off float64 with the
+    same rows, and how large that is. decay: of log gates, -.16 on average for 1. Tokens do not read what they write
+    themselves, as in Mamba-3."""
+    T = 192 if decay > 1 else 1536 if dtype == BF16 else 256  # chunks of float16 have 16 tokens, those of bfloat16 64
+    case = Case(T=T, K=16, V=16, S=8, states=False, strict=True)
     inputs = draw(case, seed)
     inputs["g"] *= decay
     inputs["v"] = inputs["v"].to(dtype).double()
@@ -142,10 +142,10 @@ def errors_of_sums(sp: Any, dtype: torch.dtype, decay: float, seed: int) -> list
     turned = inputs["turned"]
     angle = 2 * math.pi * turned.float().cumsum(1)
     rows = {x: rotate(inputs[x].float(), angle).to(dtype).double() for x in ("q", "k")}
-    got = gradients(case, inputs, weights, dtype, by_engine=True)
+    with poisoned(1, 2):
+        got = gradients(case, inputs, weights, dtype, by_engine=True)
     want = gradients(case, inputs | rows | {"turned": 0 * turned}, weights, torch.float64, by_engine=False)
-    pairs = (got[:, ::64], want[:, ::64]), (got, want), (got.sum(1), want.sum(1))
-    return [(float((a - b).norm()), float(b.norm())) for a, b in pairs]
+    return [(float((a - b).norm()), float(b.norm())) for a, b in ((got, want), (got.sum(1), want.sum(1)))]
 
 
 def of_draws(dtype: torch.dtype, decay: float, seed: int, draws: int) -> Tensor:
@@ -157,9 +157,9 @@ def of_draws(dtype: torch.dtype, decay: float, seed: int, draws: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sums_over_many_chunks(dtype: torch.dtype, seed: int) -> None:
-    """In bfloat16, without what makes chunks add up to what states tell, .010 to .014 in front of chunks and .011 to
-    .021 of sums (five seeds); with it .003 to .006."""
-    found = of_draws(dtype, 0.1, seed, 3)
+    """In bfloat16 .004 to .005 (six draws). Where states enter products in 8 bits, or a chunk does not read what it
+    writes, sums are off by .05 to .08."""
+    found = of_draws(dtype, 0.5, seed, 2)
     assert found.max() < (8e-3 if dtype == BF16 else 2e-3), found
 
 
@@ -190,7 +190,6 @@ def test_shards_end_as_their_states_tell(K: int, seed: int) -> None:
 
 @pytest.mark.parametrize("decay", [5.0, *slow(20.0), 50.0])
 def test_where_states_decay_at_once(decay: float, seed: int) -> None:
-    """Mean log gates of -.8, -3.2 and -8 a token, by 24 seeds together. With own products in the scores,
-    errors are .011, .02 and .04; without .0078, .008 and .0088, by draws of which one in ten is above .01 at -8."""
-    found = of_draws(BF16, decay, seed, 24)[1]
-    assert found < 0.01, found
+    """Mean log gates of -.8, -3.2 and -8 a token, by 24 draws together: sums are off by .004."""
+    found = of_draws(BF16, decay, seed, 24)
+    assert found.max() < 8e-3, found

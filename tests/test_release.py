@@ -89,8 +89,9 @@ def test_forms_have_what_github_asks_for(path: Path) -> None:
     for field in form["body"]:
         assert field.keys() <= {"type", "id", "attributes", "validations"}
         assert NEEDS[field["type"]] <= field["attributes"].keys()
-        assert field["attributes"].get("options") is None or field["type"] != "textarea"
-        assert all(isinstance(x, dict) == (field["type"] == "checkboxes") for x in field["attributes"].get("options", []))
+        options = field["attributes"].get("options", [])
+        assert not options or field["type"] != "textarea"
+        assert all(isinstance(x, dict) == (field["type"] == "checkboxes") for x in options)
 
 
 def commands_in(text: str) -> list[list[str]]:

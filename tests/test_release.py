@@ -100,11 +100,12 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", [*FORMS, ROOT / "SECURITY.md"], ids=lambda path: path.name)
-def test_forms_name_commands_that_exist(path: Path) -> None:
+def test_forms_name_commands_that_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in commands_in(path.read_text()):
-        with pytest.raises(SystemExit) as stopped:
-            cli.parser().parse_args([*words, "--help"])
-        assert stopped.value.code == 0, words
+        try:
+            cli.parser().parse_args(words)
+        except SystemExit as stopped:
+            assert stopped.code == 0 or "are required" in capsys.readouterr().err, words
 
 
 def targets() -> set[str]:

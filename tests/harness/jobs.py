@@ -20,6 +20,6 @@ TOOLS = frozenset({
     "test_bench_released", "test_cli", "test_cost", "test_tested_versions", "test_demo", "test_demo_checkpoint",
     "test_devices", "test_dockerfile", "test_installed", "test_messages", "test_mutations", "test_package", "test_plan",
     "test_plans_cover", "test_ptx", "test_races", "test_release", "test_same_code", "test_sanitize", "test_simulate",
-    "test_synthetics", "test_torchrun_configs", "test_tour", "test_train_hybrid", "test_train_hybrid_steps",
-    "test_training_plan", "test_validation", "test_wheel",
+    "test_site", "test_synthetics", "test_torchrun_configs", "test_tour", "test_train_hybrid",
+    "test_train_hybrid_steps", "test_training_plan", "test_validation", "test_wheel",
 })  # fmt: skip

@@ -128,8 +128,8 @@ def test_plans_launches_and_refusals(tmp_path: Path) -> None:
     assert told.startswith("fallback: merge runs in PyTorch: K = 300")
 
 
-def with_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A launch on a GPU that is not there; its kernel is compiled as often as `run` asks."""
+def with_stand_ins(monkeypatch: pytest.MonkeyPatch, compiled: str | None = "there") -> Any:
+    """Launches on a GPU that is not there, with what `run` leaves as their kernel."""
     from flexsp.runtime import launch, steps
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -140,7 +140,7 @@ def with_stand_ins(monkeypatch: pytest.MonkeyPatch) -> Any:
             return None
 
         def run(self, frame: Any, at: Any, stream: int) -> None:
-            self.compiled = "there"
+            self.compiled = compiled
 
     kernels = [SimpleNamespace(__name__=name) for name in ("gate_kernel", "output_kernel")]
     return [StandIn(x, (3, 2), ["x"], (), {}, {}) for x in (*kernels, kernels[1])]
@@ -157,6 +157,16 @@ def test_what_a_gpu_compiles_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (told,) = texts(found)
     start = r"kernels: 3 made ready and launched for the first time in \d+\.\d\d s: "
     assert re.fullmatch(start + "gate_kernel, output_kernel", told)
+
+
+def test_kernels_that_are_only_collected_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `flexsp compile` does it before it compiles."""
+    from flexsp.runtime.steps import Frame, run_steps
+
+    launches = with_stand_ins(monkeypatch, compiled=None)
+    with recorded(logging.INFO) as found:
+        run_steps(launches, Frame({}, ()), torch.device("cuda:0"))
+    assert not found
 
 
 def test_compilations_are_told_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def run_steps(steps: Sequence[Step], frame: Frame, device: torch.device) -> None
             step.run(frame, at, stream)
         else:
             step(frame)
+    new = [x for x in new if x.compiled is not None]  # none where kernels are only collected
     if new:
         names = ", ".join(dict.fromkeys(x.kernel.__name__ for x in new))
         took = time.perf_counter() - begun

@@ -1,4 +1,5 @@
 window.MathJax = {
   tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]], processEscapes: true, processEnvironments: true },
-  options: { ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex" },
+  // The menu would load files that the site does not have.
+  options: { ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex", enableMenu: false },
 };

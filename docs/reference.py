@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import re
 from types import ModuleType
@@ -21,7 +22,14 @@ def _listed(module: str) -> str:
     home, above = importlib.import_module(module), importlib.import_module(module.rpartition(".")[0]).__all__
     names = [name for name in home.__all__ if name not in above]
     names.sort(key=lambda name: (re.sub("^(chunk|recurrent)_", "", name).lower(), name))
-    return "\n\n".join(f"::: {module}.{name}{_options(getattr(home, name))}" for name in names)
+    return "\n\n".join(f"::: {_path(module, name)}{_options(getattr(home, name))}" for name in names)
+
+
+def _path(module: str, name: str) -> str:
+    """Of a public name. A file of the same name would be taken for what is meant, and all that it holds be listed."""
+    x = getattr(importlib.import_module(module), name)
+    same = not inspect.ismodule(x) and importlib.util.find_spec(f"{module}.{name}") is not None
+    return f"{module}.{name}.{name}" if same else f"{module}.{name}"
 
 
 def _options(x: Any) -> str:

@@ -7,6 +7,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["FAULTS"]
 
+_CAUSE = "tests/test_root_cause.py::"
 _FAULTS = "tests/test_faults.py::"
 _WAITED = _FAULTS + "test_traces_of_ranks_that_waited"
 _DIFFERENT = _FAULTS + "test_traces_of_ranks_in_different_calls"
@@ -46,10 +47,30 @@ FAULTS = [
          _FAULTS + "test_a_rank_that_was_named_too_early_corrects_the_verdict"),
         ("        except OSError as problem:", "        except KeyError as problem:", "a full disk hides the error",
          _FAULTS + "test_a_folder_that_cannot_be_written_hides_no_error"),
-        ("    report(sp, error)\n    found", "    sp.reported = _report_of(sp, error)\n    found",
+        ("    answers = report(sp, error)\n    found", "    sp.reported, answers = _report_of(sp, error), True\n    found",
          "ranks keep to themselves what they met", _FAULTS + "test_a_rank_tells_the_others_once_what_it_met"),
-        ("    _dump(sp, error)\n    return error\n\n\ndef among", "    return error\n\n\ndef among", "files do not say whose fault it was",
+        ("    _dump(sp, error)\n    record_root_cause(sp, error)\n    return error\n\n\ndef among",
+         "    record_root_cause(sp, error)\n    return error\n\n\ndef among", "files do not say whose fault it was",
          _ALL + "[process_group-chain-dies-True]"),
+        ("    record_root_cause(sp, error)\n    return error\n\n\ndef among", "    return error\n\n\ndef among",
+         "torchrun is told nothing", _CAUSE + "test_torchrun_names_the_rank_at_fault[hangs-True]"),
+        ("if answers and (store", "if (store", "ranks wait for reports in a store that is gone",
+         _CAUSE + "test_no_rank_waits_long_for_the_reports_of_others[False]"),
+        ("min(patience, _MOST_S)", "patience", "ranks wait for minutes before their job ends",
+         _CAUSE + "test_no_rank_waits_long_for_the_reports_of_others[True]"),
+    ),
+    *_in(
+        "flexsp/comm/root_cause.py",
+        ("now - 1)", "now + 1)", "the rank at fault fails later than who tells of it",
+         _CAUSE + "test_the_rank_at_fault_is_told_of_as_earlier"),
+        ("rank - own + local", "rank", "the file of another rank of the host",
+         _CAUSE + "test_the_rank_at_fault_is_told_of_as_earlier"),
+        ("sp.global_ranks[error.fault.rank]", "error.fault.rank", "ranks of a group are taken for ranks of the world",
+         _CAUSE + "test_the_rank_at_fault_is_told_of_as_earlier"),
+        ("        time.sleep(_LATER_S)", "        pass", "healthy ranks fail in the same second",
+         _CAUSE + "test_a_healthy_rank_lets_a_second_pass"),
+        ("    if mine.parent.name != str(local):", "    if False:", "files of other launchers are written",
+         _CAUSE + "test_without_files_nothing_happens[elsewhere]"),
     ),
     *_in(
         "flexsp/comm/recorder.py",

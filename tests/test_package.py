@@ -32,7 +32,7 @@ PUBLIC = (
     "flexsp.integrations", "flexsp.integrations.fla", "flexsp.integrations.transformers",
 )  # fmt: skip
 
-# Who may import whom. `exceptions` is below everything; ahead, bench, testing and the command are above everything.
+# Who may import whom. `exceptions` and `log` are below everything; ahead, bench, testing and the command are above.
 BELOW = {
     "exceptions": set(),
     "devices": set(),
@@ -49,6 +49,7 @@ BELOW = {
     "planner": {"exceptions", "devices", "scan", "nn", "integrations"},
     "launch": {"exceptions", "comm", "scan"},
 }
+BELOW = {room: rooms | {"log"} for room, rooms in BELOW.items()} | {"log": set()}
 ABOVE_ALL = {"flexsp", "__main__", "ahead", "bench", "testing", "launch.cli", "launch.doctor"}
 
 # The compiler's folders, from the bottom up; modules beside them are above all.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from test_demo import ROOT, SCHEDULE, arguments, rows_of, train, write_text
 
+import flexsp
 from flexsp.testing.ranks import run_ranks
 from tests.marks import slow
 
@@ -174,23 +175,30 @@ SCONTROL = """#!/usr/bin/env bash
 """
 RANK = """
 import json, os, sys
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NODEID", "SRUN_CPUS_PER_TASK", "MASTER_ADDR")
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NODEID", "SRUN_CPUS_PER_TASK", "MASTER_ADDR",
+         "TORCHELASTIC_MAX_RESTARTS")
 row = {name: os.environ[name] for name in names} | {"argv": sys.argv[1:]}
 open(f"{os.environ['REPORTS']}/{row['RANK']}", "w").write(json.dumps(row))
 """
 
 
+def slurm_job(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a job of two nodes with two GPUs each, with commands that stand for srun and scontrol."""
+    program(folder, "srun", SRUN)
+    program(folder, "scontrol", SCONTROL)
+    return {
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": str(os.getpid()), "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "64",
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    } | more  # fmt: skip
+
+
 def test_slurm(tmp_path: Path) -> None:
     """The batch script between commands that stand for srun and scontrol: one agent a node, one process a GPU."""
-    program(tmp_path, "srun", SRUN)
-    program(tmp_path, "scontrol", SCONTROL)
     reports = tmp_path / "reports"
     reports.mkdir()
-    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2",
-           "SLURM_JOB_ID": str(os.getpid()), "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "64"}  # fmt: skip
-    more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REPORTS": str(reports)}
-    more["SCRIPT"] = str(program(tmp_path, "rank.py", RANK))
-    run_together([["bash", str(CONFIGS / "slurm.sbatch"), "--tokens", "131072"]], [job | more])
+    job = slurm_job(tmp_path, REPORTS=str(reports), SCRIPT=str(program(tmp_path, "rank.py", RANK)))
+    run_together([["bash", str(CONFIGS / "slurm.sbatch"), "--tokens", "131072"]], [job])
     rows = [json.loads((reports / str(rank)).read_text()) for rank in range(4)]
     assert [row["LOCAL_RANK"] for row in rows] == ["0", "1", "0", "1"]
     seen = {(row["WORLD_SIZE"], row["LOCAL_WORLD_SIZE"], row["SRUN_CPUS_PER_TASK"]) for row in rows}
@@ -198,6 +206,83 @@ def test_slurm(tmp_path: Path) -> None:
     nodes = [row["SLURM_NODEID"] for row in rows]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]  # a node's ranks are neighbours in the sequence
     assert all(row["argv"] == ["--name", f"slurm-{os.getpid()}", "--tokens", "131072"] for row in rows)
+
+
+def test_slurm_with_an_image(tmp_path: Path) -> None:
+    """What srun is asked for. Its options are Pyxis's."""
+    job = slurm_job(tmp_path, IMAGE="flexsp.sqsh", SLURM_SUBMIT_DIR=str(tmp_path))
+    program(tmp_path, "srun", "#!/usr/bin/env bash\necho \"$PYTHON\" \"$@\"\n")
+    (said,) = run_together([["bash", str(CONFIGS / "slurm.sbatch"), "--steps", "3"]], [job])
+    mounts = f"--container-mounts={tmp_path}/runs:/flexsp/runs --container-workdir=/flexsp"
+    assert said.split() == [
+        "python3", "--kill-on-bad-exit=1", "--container-image=flexsp.sqsh", *mounts.split(),
+        "torchrun_configs/two_hosts.sh", "2", "--name", f"slurm-{os.getpid()}", "--steps", "3",
+    ]  # fmt: skip
+    assert (tmp_path / "runs").is_dir()
+
+
+def manifests() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The service, the job and the job's container, as Kubernetes reads them."""
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all((CONFIGS / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    return service, job, container
+
+
+def test_kubernetes(tmp_path: Path) -> None:
+    """The container's command as Kubernetes would start it in both pods: one agent a pod, the first one the meeting."""
+    service, job, container = manifests()
+    (tmp_path / "reports").mkdir()
+    (command,) = container["command"]
+    per_host, *arguments = container["args"]
+    assert per_host == str(container["resources"]["limits"]["nvidia.com/gpu"])  # a process a GPU; here two
+    asked = {row["name"]: row.get("value") for row in container["env"]}
+    assert int(asked["HOSTS"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    port, environments = free_port(), []
+    for index in ("0", "1"):
+        values = {name: value and value.replace("$(INDEX)", index) for name, value in asked.items()} | {"INDEX": index}
+        names = [f"{service['metadata']['name']}-{index}", job["spec"]["template"]["spec"]["subdomain"]]
+        assert values["LOCAL_ADDR"] == ".".join(names)  # what the service makes of the pod's host name
+        assert (values["RENDEZVOUS"] == f"{values['LOCAL_ADDR']}:29500") == (index == "0")
+        # both pods are this host: the first has one of its names, the second another one
+        local = {"flexsp-0.flexsp": "localhost", "flexsp-1.flexsp": "127.0.0.1"}[values["LOCAL_ADDR"]]
+        values |= {"LOCAL_ADDR": local, "RENDEZVOUS": f"localhost:{port}", "SLURM_NODEID": index}
+        values |= {"REPORTS": str(tmp_path / "reports"), "SRUN_CPUS_PER_TASK": ""}
+        environments.append(values | {"SCRIPT": str(program(tmp_path, "rank.py", RANK))})
+    run_together([[str(ROOT / command), "2", *arguments]] * 2, environments)
+    rows = [json.loads((tmp_path / "reports" / str(rank)).read_text()) for rank in range(4)]
+    nodes = [row["SLURM_NODEID"] for row in rows]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    assert all(row["argv"] == arguments and row["TORCHELASTIC_MAX_RESTARTS"] == "3" for row in rows)
+
+
+def test_the_parts_of_the_kubernetes_recipe_fit_together() -> None:
+    service, job, container = manifests()
+    pod = job["spec"]["template"]["spec"]
+    assert (service["kind"], service["apiVersion"]) == ("Service", "v1") and service["spec"]["clusterIP"] == "None"
+    assert (job["kind"], job["apiVersion"], job["spec"]["completionMode"]) == ("Job", "batch/v1", "Indexed")
+    name = job["metadata"]["name"]  # which the controller puts on the pods as the label job-name
+    assert service["spec"] | {"selector": {"job-name": name}} == service["spec"]
+    assert service["metadata"]["name"] == pod["subdomain"] and pod["restartPolicy"] in ("Never", "OnFailure")
+    (term,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["labelSelector"]["matchLabels"] == {"job-name": name}
+    assert {row["name"] for row in container["volumeMounts"]} == {row["name"] for row in pod["volumes"]}
+    mounted = {row["mountPath"] for row in container["volumeMounts"]}
+    assert mounted == {"/dev/shm", container["args"][container["args"].index("--runs") + 1]}
+    assert [row["name"] for row in container["env"]].index("INDEX") == 0  # LOCAL_ADDR refers to it
+    assert container["image"] == f"flexsp:{flexsp.__version__}"
+
+
+def test_scripts_are_linted() -> None:
+    scripts = [*CONFIGS.glob("*.sh"), CONFIGS / "slurm.sbatch"]
+    assert len(scripts) >= 4
+    for script in scripts:
+        assert subprocess.run(["bash", "-n", script], capture_output=True, text=True).stderr == ""
+        lines = script.read_text().splitlines()
+        assert lines[0] == "#!/usr/bin/env bash" and "set -euo pipefail" in lines, script
+    if (linter := shutil.which("shellcheck")) is not None:
+        done = subprocess.run([linter, *scripts], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 NVIDIA_SMI = """#!/usr/bin/env bash

@@ -285,7 +285,8 @@ def test_names_attributes_copies_and_unwrap() -> None:
     assert isinstance(model, UserModel) and isinstance(model, SequenceParallelLA)
     assert list(model.state_dict()) == keys and [name for name, _ in model.named_parameters()] == names
     assert model.mode == "plain" and model.head.out_features == 3
-    assert "SequenceParallelUserModel" in repr(model) and "SequenceParallelSimpleGLA" in repr(model)
+    assert "UserModel(" in repr(model) and "SequenceParallel" not in repr(model)
+    assert "SimpleGLA(\n" in repr(model) and "16, num_heads=1, head_k_dim=16, head_v_dim=16, rank 0 of 1" in repr(model)
     assert type(model.head) is nn.Linear and type(model.mixers) is nn.ModuleList
     model.load_state_dict(plain.state_dict())
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from flexsp.comm.recorder import as_text, digest_of, hop_of, number_of
+from flexsp.comm.root_cause import record_root_cause
 from flexsp.exceptions import BetweenRanks, Fault, PeerMismatch, PeerTimeout
 
 __all__ = ["among_texts", "explained", "report", "trace"]
@@ -34,19 +35,19 @@ _E = TypeVar("_E", bound=BetweenRanks)
 Report = dict[str, Any]
 _BROKEN_S = 1.0  # for the report of a rank that broke off, which it made before
 _SHARE, _LEAST_S = 0.25, 3.0  # of the timeout, for reports of ranks that began to wait later
-_MOST_S = {True: 30.0, False: 5.0}  # where this rank waited itself; where ranks disagree, which they find out at once
+_MOST_S = 5.0  # a job should end within 10 s of the first error
 _STORE_S = 5.0  # for a store that does not answer
 _POLL_S = 0.05
 _CLOSED = re.compile(r"closed|reset|broken pipe|refused", re.IGNORECASE)
 
 
-def report(sp: Any, error: BetweenRanks) -> None:
-    """Tells the other ranks what this one met; the first time only. `sp` is a `Ranks`."""
+def report(sp: Any, error: BetweenRanks) -> bool:
+    """Tells the other ranks what this one met; the first time only. Whether the store answered. `sp` is a `Ranks`."""
     if sp.reported is not None:
-        return
+        return True
     sp.reported = _report_of(sp, error)
-    if (store := _store()) is not None:
-        _in_time(lambda: _put(store, sp.store_key, sp.reported), _STORE_S)
+    store = _store()
+    return store is not None and _in_time(lambda: _put(store, sp.store_key, sp.reported), _STORE_S) is not None
 
 
 def explained(sp: Any, error: _E) -> _E:
@@ -59,15 +60,16 @@ def explained(sp: Any, error: _E) -> _E:
     error.explained = True
     error.call = _entry_of(sp, error)[1]
     _dump(sp, error)  # now, since who started the ranks may end them before the others have reported
-    report(sp, error)
+    answers = report(sp, error)
     found = trace({sp.rank: sp.reported}, sp.rank, sp.world_size)[0]
-    if (store := _store()) is not None and sp.world_size > 1:
+    if answers and (store := _store()) is not None and sp.world_size > 1:
         patience = _BROKEN_S if sp.reported["closed"] else max(_LEAST_S, _SHARE * sp.timeout_s)
-        patience = min(patience, _MOST_S[isinstance(error, PeerTimeout)])
+        patience = min(patience, _MOST_S)
         told = _in_time(lambda: _agreed(sp, store, patience), patience + _STORE_S)
         found = found if told is None else told
     error.fault = found
     _dump(sp, error)
+    record_root_cause(sp, error)
     return error
 
 
@@ -81,6 +83,7 @@ def among_texts(sp: Any, error: PeerMismatch, texts: Sequence[str]) -> PeerMisma
     text = f"rank {odd} made another call than rank {other}: {texts[odd]}; rank {other} {texts[other]}"
     error.fault = Fault(MISMATCH, odd, number_of(entry), texts[other], None, text)
     _dump(sp, error)
+    record_root_cause(sp, error)
     return error
 
 
@@ -157,9 +160,10 @@ def _in_time(work: Callable[[], _R], seconds: float) -> _R | None:
     return found[0] if found else None
 
 
-def _put(store: Any, key: str, mine: Report) -> None:
+def _put(store: Any, key: str, mine: Report) -> bool:
     store.set(f"{key}/report/{store.add(f'{key}/reports', 1)}", json.dumps(mine))
     store.check([key])  # set does not wait for the server
+    return True
 
 
 def _agreed(sp: Any, store: Any, patience: float) -> Fault | None:

@@ -45,10 +45,15 @@ class SequenceParallel(Ranks):
     """
 
     def __repr__(self) -> str:
-        return (
-            f"SequenceParallel(rank {self.rank} of {self.world_size}, global_ranks={self.global_ranks}, "
-            f"device={self.device}, transport={self.transport!r}, schedule={self.schedule!r})"
-        )
+        if self.world_size == 1:
+            return f"SequenceParallel(one rank, device={str(self.device)!r})"
+        options = []
+        if self.global_ranks != list(range(self.world_size)):
+            told = list(map(str, self.global_ranks))
+            options = [f"of the world {', '.join(told if len(told) <= 8 else [*told[:3], '...', told[-1]])}"]
+        options += [f"device={str(self.device)!r}", f"transport={self.transport!r}", f"schedule={self.schedule!r}"]
+        options += [f"bitwise={self.segment}"] if self.segment else []
+        return f"SequenceParallel(rank {self.rank} of {self.world_size}, {', '.join(options)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         """Copies of a module talk over the same group."""

@@ -5,6 +5,7 @@ Each length T has an executable of its own, but shares compiled kernels: no kern
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
 from flexsp.compiler.planning.tiling import choose_tiling, not_generated
 from flexsp.devices import of_device
 from flexsp.kernels.executable import CallSpec, Executable
+from flexsp.log import tell
 
 __all__ = ["executable_of"]
 
@@ -46,6 +48,7 @@ def executable_of(
     for lowering in code.program.lowerings if plan is None else ():
         own = lowering.plan(code, spec, initial is not None, n_docs, returns_final, sp)
         if own is not None:
+            tell(logging.DEBUG, f"plan: {_of_call(code, spec, n_docs, sp)}: kernels of the engine {lowering.name}")
             return Executable(own, spec, sp, remake, lowering.name)
     for axis, size, what in ((0, spec.T, "rows"), (1, spec.H, "heads")):
         fewer = [name for name in tokens if spec.shapes[name][axis] != size]
@@ -64,7 +67,21 @@ def executable_of(
     call = GeneratedPlan(
         code, plan, sizes, spec.B, spec.H, spec.T, n_docs, spec.dtype, initial is not None, returns_final
     )
+    walk, beside = plan.walk, "" if call.lowering is None else f", with kernels of {call.lowering.name}"
+    tell(
+        logging.DEBUG,
+        f"plan: {_of_call(code, spec, n_docs, sp)}: generated kernels{beside}, {plan.schedule}, {plan.n_chunks} chunks "
+        f"of {plan.chunk} in {plan.n_seg} segments, walks of {walk.cols} columns in {walk.warps} warps",
+    )
     return Executable(call, spec, sp, remake)
+
+
+def _of_call(code: Generated, spec: CallSpec, n_docs: int, sp: SequenceParallel | None) -> str:
+    """A call as the log names it."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    packed = f", {n_docs} documents" if n_docs else ""
+    ranks = f", {sp.world_size} ranks" if sp is not None and sp.world_size > 1 else ""
+    return f"{code.program.merge.name} with B = {spec.B}, T = {spec.T}, H = {spec.H}, {dtype}{packed}{ranks}"
 
 
 def _sizes(code: Generated, given: CallSpec, initial: torch.Tensor | None) -> dict[str, int]:

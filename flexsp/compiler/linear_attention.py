@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools as ft
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +27,8 @@ from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import in_memory, plain, run
+from flexsp.log import tell
 from flexsp.runtime.kept import keep
-from flexsp.scan.transitions import KINDS
 
 if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
@@ -243,7 +244,7 @@ class LinearAttention:
         shard = arguments.shard_of(call.T, self.rows, cu_seqlens, group)
         bounds = None if cu_seqlens is None else boundaries(cu_seqlens, shard[2], call.executable is None, self.rows)
         if self.program.disagrees is not None:
-            arguments.check_edges(group, call.T, bounds, self._C or _CHUNK, self.rows)
+            arguments.check_edges(group, call.T, bounds, self.pytorch_chunk, self.rows)
         self.same_call(inputs, call, cu_seqlens, bounds, group)
         return call, shard, bounds
 
@@ -335,7 +336,7 @@ class LinearAttention:
             asked = (x.in_pytorch(self.program, *given) for x in engines)
             found = next((x for x in asked if x is not None), None)
             o, final = found or functions.run(
-                self.program, tokens, params, prev_s, call.states[2:], bounds, self._C or _CHUNK, group, self.rows,
+                self.program, tokens, params, prev_s, call.states[2:], bounds, self.pytorch_chunk, group, self.rows,
                 description,
             )  # fmt: skip
         return (o if batched else o[0]).to(first.dtype), final
@@ -421,6 +422,7 @@ class LinearAttention:
     ) -> Generated | None:  # fmt: skip
         """The kernels for this call; None if the functions run in PyTorch, NotEmittable if neither may run."""
         if not asks_for_kernels(first.is_cuda, wide):
+            tell(logging.INFO, f"fallback: {self.program.merge.name} {_without_kernels(wide)}")
             return None
         if transformed() or any(x is not None and aligned(x) is None for x in given):
             reason: str | None = f"kernels have no derivatives in forward mode and no {TRANSFORMS}"
@@ -439,6 +441,7 @@ class LinearAttention:
             raise NotEmittable(f"{self.program.merge.name}: no kernels run this call: {reason}. {self.remedy}")
         if reason not in self._told:
             self._told.add(reason)
+            tell(logging.INFO, f"fallback: {self.program.merge.name} runs in PyTorch: {reason}")
             warnings.warn(f"{self.program.merge.name}: runs in PyTorch, slowly: {reason}", stacklevel=4)
 
     def _refusal(self, names: dict[str, int], looks: dict[str, TensorSpec], on_gpu: bool) -> str | None:
@@ -462,8 +465,7 @@ class LinearAttention:
         tokens, params, _ = self._sorted(inputs)
         first, wide = next(iter(tokens.values())), arguments.widest(*tokens.values(), *params.values())
         if not asks_for_kernels(first.is_cuda, wide):
-            why = "kernels have no float64" if wide == torch.float64 else "the tensors are on CPU"
-            return f"runs in PyTorch: {why}"
+            return _without_kernels(wide)
         group = resolve_sp(self._sp if sp is None and self._sp is not None else sp, keeps_bits=True)
         reason = self._refusal(self._known(tokens, params), arguments.looks(tokens, params), first.is_cuda)
         asked = not reason and self.program.lowerings
@@ -489,48 +491,34 @@ class LinearAttention:
             raise NotEmittable(f"{self.program.merge.name}: no generated kernels: {code}")
         return code
 
-    def explain(self, T: int = 16384, B: int = 1) -> str:
-        """Text about the program: its transition, where calls run, the kernels and their file, the graphs, and a plan.
+    def explain(self, T: int = 16384, B: int = 1, graph: bool = False) -> str:
+        """A page about the program: its transition, where calls run, the file of its kernels, and a plan.
 
         The plan is that of a call of T tokens with the largest sizes that ``input_meta`` allows (32 heads where it
         names no number), in the dtype of its first tensor. It lists schedule, chunks and tiles, and the bytes and
         microseconds that each launch is predicted to take, on the GPU that is there or else on an H200.
+
+        Args:
+            T, B: tokens and sequences of the planned call.
+            graph: add what each kernel reads and writes, and the graphs of the three functions.
         """
-        for name, n in (("T", T), ("B", B)):
-            if type(n) is not int or n < 0:
-                raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
-        program = self.program
-        lines = [f"transition: {program.transition} ({KINDS[program.transition].description})"]
-        code = self._derived()
-        sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
-        of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
-        reason = self._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available())
-        lines.append(f"on CPU and in float64 a call runs in PyTorch, chunks of {self._C or _CHUNK}")
-        lines.append(f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {self._outcome(reason)}")
-        if not isinstance(code, str):
-            from flexsp.compiler.planning.explain import kernels_of
+        from flexsp.compiler.page import page
 
-            lines += kernels_of(code.sized(sizes, dtype) if reason is None else code)
-            lines += [*self._plan(code, T, B), *self._tuned]
-        for role, traced in (("chunk", program.chunk), ("decay", program.decay), ("merge", program.merge)):
-            lines.append(f"\n{role}: {traced.name}({', '.join(traced.arguments)})")
-            lines += [f"    {node.format_node()}" for node in traced.graph.nodes]
-        return "\n".join(lines)
+        return page(self, T, B, graph)
 
-    def _plan(self, code: Generated, T: int, B: int) -> list[str]:
-        from flexsp.compiler.planning.explain import describe
+    @property
+    def pytorch_chunk(self) -> int:
+        """Tokens of a chunk where the functions run in PyTorch."""
+        return self._C or _CHUNK
 
-        first, sizes = next(iter(self.program.meta.tokens.values())), self._largest()
-        heads = first.shape[1]
-        H = heads if isinstance(heads, int) else sizes.get(heads.name if isinstance(heads, ConstExpr) else heads, 32)
-        try:
-            return describe(code, {x: sizes[x] for x in code.layout.sizes}, B * H, T * self.rows, first.dtype)
-        except (NotEmittable, ValueError) as error:
-            return [f"no plan: {error}"]
-
-    def _largest(self) -> dict[str, int]:
-        """The largest of the sizes that `input_meta` allows."""
+    def largest(self) -> dict[str, int]:
+        """The largest of the sizes that ``input_meta`` allows, by name."""
         return {name: max(choices) for name, choices in self._sizes.items()}
+
+    def __repr__(self) -> str:
+        from flexsp.compiler.page import short
+
+        return short(self)
 
     def _sorted(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
         meta = self.program.meta
@@ -584,6 +572,12 @@ class LinearAttention:
         if prev_s is None or prev_s.dim() <= at or prev_s.shape[at] not in choices:
             raise ValueError(f"{STATE}: expected, since no input tells {size.name} of {list(choices)}")
         return prev_s.shape[at]
+
+
+def _without_kernels(dtype: torch.dtype) -> str:
+    """What is said of a call that asks for no kernels."""
+    why = "kernels have no float64" if dtype == torch.float64 else "the tensors are on CPU"
+    return f"runs in PyTorch: {why}"
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,16 @@ class FlexLinearAttention:
         self.__dict__.update(state)
         self._name = _named(self)
 
+    def __repr__(self) -> str:
+        """The kinds of the components, and the inputs that a call must bring besides q, k and v."""
+        channels = " by channel" if self.decay.vector else ""
+        parts = [f"{self.decay.kind} decay{channels}", f"{self.features.kind} features"]
+        custom = f"custom transition {self._custom.name}" if self._custom is not None else ""
+        parts.append(custom or f"transition {self.transition.kind}")
+        parts += [f"custom mask {self.mask.name}"] if self.mask is not None else []
+        parts += [f"fallback={self.fallback!r}"] if self.fallback else []
+        return f"FlexLinearAttention({', '.join(parts)}; inputs {', '.join(('q', 'k', 'v', *self.inputs))})"
+
     @property
     def _custom(self) -> CustomTransition | None:
         return self.transition if isinstance(self.transition, CustomTransition) else None

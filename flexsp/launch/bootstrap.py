@@ -7,6 +7,7 @@ torchrun's; LOCAL_RANK chooses the CUDA device.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import warnings
@@ -23,6 +24,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import PROCESS_GROUP, in_kernel, open_further, transport_of, transports
 from flexsp.exceptions import NotAvailable, PeerMismatch, PeerTimeout, check_integer, checks_wanted
 from flexsp.launch.termination import dump_when_ended
+from flexsp.log import logs, tell
 from flexsp.scan.cost import quicker
 from flexsp.scan.schedules import SCHEDULES
 
@@ -90,9 +92,11 @@ def init_sequence_parallel(
         _start_distributed(where, timeout_s)
         if not dist.is_initialized():
             alone = "chain" if schedule == "auto" else schedule
-            return SequenceParallel(
+            sp = SequenceParallel(
                 device=where, schedule=alone, timeout_s=timeout_s, check_calls=check_calls, segment=segment
             )
+            _tell_of(sp)
+            return sp
         settings = (transport, schedule, segment, timeout_s, heap_mib, where.type, check_calls, per_host)
         everyone, machines = _agree(_members(group), settings)
         data_group, cpu_group = _make_groups(everyone, where, timeout_s)
@@ -123,7 +127,25 @@ def init_sequence_parallel(
         # NCCL builds its communicator here, while all ranks are present. If a first send built it, that send would wait
         # for ranks that have no part in it.
         dist.all_reduce(torch.zeros(1, device=where), group=data_group)
+    _tell_of(sp)
     return sp
+
+
+def _tell_of(sp: SequenceParallel) -> None:
+    """Logs how the ranks of a group are joined: at INFO on the first of them, at DEBUG on the others."""
+    level = logging.INFO if sp.is_first else logging.DEBUG
+    if not logs(level):
+        return
+    if sp.world_size == 1:
+        tell(level, f"ranks: one, on {sp.device}; no transport")
+        return
+    hosts = len(sp.hosts)
+    heap = f", symmetric memory of {sp.heap.nbytes >> 20} MiB a rank" if sp.heap is not None else ""
+    tell(
+        level,
+        f"ranks: {sp.rank} of {sp.world_size} on {hosts} host{'s' * (hosts > 1)}, here {sp.device}; transport "
+        f"{sp.transport}, schedule {sp.schedule}{heap}, timeout {sp.timeout_s:g} s",
+    )
 
 
 def _choice(name: str, got: str, choices: tuple[str, ...]) -> None:
@@ -284,8 +306,9 @@ def _take_transport(sp: SequenceParallel, transport: str, heap_mib: int | None) 
     report = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
     if transport != "auto":
         raise NotAvailable(f"transport {transport!r} does not work here ({report})")
+    lacks = "no transport between these hosts but" if name == "put" else "no symmetric heap, states go over"
+    tell(logging.INFO, f"fallback: {lacks} torch.distributed ({report})")
     if dist.get_rank() == 0:
-        lacks = "no transport between these hosts but" if name == "put" else "no symmetric heap, states go over"
         warnings.warn(f"flexsp: {lacks} torch.distributed ({report})", stacklevel=3)
 
 

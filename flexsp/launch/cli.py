@@ -7,12 +7,15 @@ This is the top of the import tree: the module of a command is imported only whe
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from flexsp import __version__
 from flexsp.bench.sizes import DEFAULTS
 from flexsp.comm.transport import transport_of, transports
 
@@ -32,6 +35,23 @@ SIMULATED = (
 PEERS = ("fla", "flashqla", "torch")
 LIBRARIES = ("fla", "flashqla", "mamba_ssm", "mlstm_kernels", "cudnn")
 GATES = ("mild", "initialised", "bounded", "unbounded", "none")
+
+
+class _Version(argparse.Action):
+    """Prints the releases in one line, and ends the command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        found = {"flexsp": __version__}
+        for name in ("torch", "triton"):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = "not installed"
+        print(", ".join(f"{name} {x}" for name, x in (found | {"Python": platform.python_version()}).items()))
+        parser.exit()
 
 
 def _listed(kind: Callable[[str], object], allowed: Sequence[str] | None = None) -> Callable[[str], list[object]]:
@@ -281,6 +301,7 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     root = argparse.ArgumentParser(prog="flexsp", description=sys.modules["flexsp"].__doc__)
+    root.add_argument("--version", action=_Version, help="of flexsp and of what it runs with")
     commands = root.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what works on this machine, and a self-test of under a minute")
     doctor.add_argument("--no-test", action="store_true", help="report only")

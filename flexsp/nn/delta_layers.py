@@ -221,6 +221,7 @@ class GatedDeltaNet(_DeltaLayer):
     """
 
     _ops = (chunk_gated_delta_rule, recurrent_gated_delta_rule)
+    _shown = ("num_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 
     def __init__(
         self,
@@ -287,6 +288,7 @@ class KimiDeltaAttention(_DeltaLayer):
     """
 
     _ops = (chunk_kda, recurrent_kda)
+    _shown = ("num_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     _least_rate = 1.0
 
     def __init__(
@@ -360,6 +362,7 @@ class GatedDeltaNet2(_DeltaLayer):
     """
 
     _ops = (chunk_gdn2, recurrent_gdn2)
+    _shown = ("num_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     _least_rate = 1.0
 
     def __init__(
@@ -430,6 +433,7 @@ class GatedDeltaProduct(_DeltaLayer):
     """
 
     _ops = (chunk_gated_delta_product, recurrent_gated_delta_product)
+    _shown = ("num_heads", "num_v_heads", "head_k_dim", "head_v_dim", "num_householder")
 
     def __init__(
         self,

@@ -70,6 +70,7 @@ class GatedLinearAttention(RecurrentLayer):
     """
 
     _ops = (chunk_gla, recurrent_gla)
+    _shown = ("num_heads", "num_kv_heads", "head_k_dim", "head_v_dim")
     _branches = ("q", "k", "v")
     g_proj: nn.Linear | None
 
@@ -259,6 +260,7 @@ class HGRN(_LowerBounded):
     """
 
     _ops = (chunk_hgrn, recurrent_hgrn)
+    _shown = ("input_dim",)
     _branches = ("i", "f")
 
     def __init__(
@@ -356,6 +358,7 @@ class RGLRU(RecurrentLayer):
     """
 
     _ops = (functools.partial(_from_state, rg_lru), functools.partial(_from_state, recurrent_rg_lru))
+    _shown = ("lru_width", "num_heads")
     _projection_names = ("linear_x",)
     _convolution_names = ("conv_1d",)
 

@@ -154,6 +154,7 @@ class Mamba2(RecurrentLayer):
     """
 
     _ops = (functools.partial(mamba2_ssd, state_v_first=False), _ssd_token)
+    _shown = ("num_heads", "head_dim", "state_size", "n_groups")
     _projection_names = ("in_proj",)
     _convolution_names = ("conv1d",)
 

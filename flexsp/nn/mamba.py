@@ -46,6 +46,7 @@ class Mamba(RecurrentLayer):
     """
 
     _ops = (selective_scan, recurrent_selective_scan)
+    _shown = ("state_size", "inner_size", "dt_rank")
     _want_final = "return_last_state"
     _projection_names = ("in_proj",)
     _convolution_names = ("conv1d",)

@@ -49,6 +49,7 @@ class Mamba3(RecurrentLayer):
     """
 
     _ops = (mamba3, recurrent_mamba3)
+    _shown = ("num_heads", "head_dim", "state_size", "n_groups", "mimo_rank")
     _projection_names = ("in_proj",)
 
     def __init__(

@@ -47,6 +47,7 @@ class RecurrentLayer(nn.Module):
     """
 
     _ops: tuple[Op, Op]  # over the whole sequence, token by token
+    _shown: tuple[str, ...] = ("num_heads", "head_k_dim", "head_v_dim")  # sizes that `repr` tells
     _want_final = "output_final_state"  # what the ops call this argument
     _branches: tuple[str, ...]
     _widths: tuple[int, ...]  # channels of each branch
@@ -80,6 +81,9 @@ class RecurrentLayer(nn.Module):
             setattr(self, name, ShortConvolution(width, size, bias, activation))
 
     # ------------------------------------------------------------------------------------------------- calls
+
+    def extra_repr(self) -> str:
+        return ", ".join([str(self.hidden_size), *(f"{name}={getattr(self, name)}" for name in self._shown)])
 
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None

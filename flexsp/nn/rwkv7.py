@@ -83,6 +83,7 @@ class RWKV7(RecurrentLayer):
     """
 
     _ops = (chunk_rwkv7, recurrent_rwkv7)
+    _shown = ("num_heads", "head_dim", "head_v_dim")
     _projection_names = ("r_proj",)
 
     def __init__(

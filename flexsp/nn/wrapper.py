@@ -14,8 +14,11 @@ from torch.nn.modules import activation
 from flexsp.comm.group import SequenceParallel, count_failed_call, current_sp, sequence_parallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.exceptions import NotAvailable
+from flexsp.nn.attention import Attention
+from flexsp.nn.conv import ShortConvolution
 from flexsp.nn.exactness import Offence, offences, own_classes, runs_over_ranks, unseen
 from flexsp.nn.norm import HeadNorm, RMSNorm
+from flexsp.nn.recurrent import RecurrentLayer
 from flexsp.scan.by_segments import by_segments, segments_wanted
 
 M = TypeVar("M", bound=nn.Module)
@@ -92,6 +95,17 @@ class SequenceParallelLA(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Hides the wrapped class's method of this name, which may need keywords and is for its user's subclasses."""
+
+    def _get_name(self) -> str:
+        """The name in `repr` and in torch's messages: that of the class that was wrapped."""
+        return type(self)._flexsp_original.__name__
+
+    def extra_repr(self) -> str:
+        """As the wrapped class has it; modules that treat a sequence as a whole also say over how many ranks."""
+        told, sp = super().extra_repr(), self._flexsp_sp
+        if not isinstance(self, (RecurrentLayer, Attention, ShortConvolution)):
+            return told
+        return ", ".join([*filter(None, [told]), f"rank {sp.rank} of {sp.world_size}"])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward

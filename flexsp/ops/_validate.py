@@ -8,6 +8,7 @@ never checked.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
 from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, checks_wanted, fail
+from flexsp.kernels.engine import asks_for_kernels
+from flexsp.log import tell
 
 __all__ = [
     "accumulation_dtype", "check_cu_seqlens", "check_decay_inputs", "check_first", "check_flag", "check_gate",
@@ -93,6 +96,9 @@ def resolve(sp: SequenceParallel | bool | None, x: torch.Tensor) -> SequencePara
     found = resolve_sp(sp)
     if found is not None and found.device.type != x.device.type:
         fail("sp", f"a group on the inputs' device ({x.device.type})", f"one on {found.device}")
+    if not asks_for_kernels(x.is_cuda, x.dtype):
+        why = "kernels have no float64" if x.dtype == torch.float64 else "the tensors are on CPU"
+        tell(logging.INFO, f"fallback: ops run in PyTorch: {why}")
     return found
 
 

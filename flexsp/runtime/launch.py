@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -32,6 +34,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flexsp.devices import REGISTERS, check_shared, reads_shared
+from flexsp.log import tell
 from flexsp.runtime import triton_private as private
 from flexsp.runtime.tested_versions import warn_if_uncovered
 from flexsp.runtime.triton_private import current_target, make_launcher
@@ -159,8 +162,11 @@ def build(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], options
     Raises:
         ValueError: the kernel needs more shared memory than a block of the target has.
     """
+    begun = time.perf_counter()
     with _compiling(kernel, args, constants, options, target) as asked:
         compiled = private.compile_kernel(*asked)
+    took = time.perf_counter() - begun
+    tell(logging.DEBUG, f"kernel: {kernel.__name__} for sm_{target.arch}, ready after {took:.3f} s")
     sizes = ", ".join(f"{name} = {n}" for name, n in constants.items() if type(n) is int and n > 1)
     check_shared(kernel.__name__, compiled.metadata.shared, target.arch, sizes)
     return compiled

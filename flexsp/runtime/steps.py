@@ -5,13 +5,16 @@ Worked out once for a signature (shapes, strides, dtypes, alignment), it runs ag
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 import triton
 
 from flexsp.exceptions import NotAvailable
+from flexsp.log import logs, tell
 from flexsp.runtime.launch import KernelLaunch, begin
 from flexsp.runtime.triton_private import current_stream
 
@@ -79,6 +82,7 @@ def run_steps(steps: Sequence[Step], frame: Frame, device: torch.device) -> None
     if device.type != "cuda":
         if device.type == "cpu" and not _INTERPRETED:
             raise NotAvailable("Triton kernels on CPU tensors need its interpreter: set TRITON_INTERPRET=1")
+        _tell_of(launches_of(steps))
         for step in steps:
             step(frame)
         return
@@ -87,11 +91,28 @@ def run_steps(steps: Sequence[Step], frame: Frame, device: torch.device) -> None
             return run_steps(steps, frame, device)
     at = frame.addresses()
     stream = current_stream(device.index)
+    new: list[KernelLaunch] = []
+    begun = 0.0
     for step in steps:
         if isinstance(step, KernelLaunch):
-            if step.compiled is None:
-                for other in launches_of(steps):
+            if step.compiled is None and not new:
+                launches = launches_of(steps)
+                new, begun = [x for x in launches if x.compiled is None], time.perf_counter()
+                _tell_of(launches)
+                for other in launches:
                     other.prepare(frame, device.index)
             step.run(frame, at, stream)
         else:
             step(frame)
+    new = [x for x in new if x.compiled is not None]  # none where kernels are only collected
+    if new:
+        names = ", ".join(dict.fromkeys(x.kernel.__name__ for x in new))
+        took = time.perf_counter() - begun
+        tell(logging.INFO, f"kernels: {len(new)} made ready and launched for the first time in {took:.2f} s: {names}")
+
+
+def _tell_of(launches: Sequence[KernelLaunch]) -> None:
+    """Logs a list of launches that is about to run for the first time."""
+    if launches and logs(logging.DEBUG):
+        listed = [f"{x.kernel.__name__} {' x '.join(map(str, x.grid))}" for x in launches]
+        tell(logging.DEBUG, f"launches: {', '.join(listed)}")

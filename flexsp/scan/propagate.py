@@ -19,6 +19,7 @@ Import this module only where Triton is needed.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from flexsp.comm.recorder import ended
 from flexsp.comm.transport import in_kernel, transport_of
 from flexsp.devices import of_device
 from flexsp.exceptions import BetweenRanks, HeapTooSmall, NotAvailable
+from flexsp.log import tell
 from flexsp.runtime.launch import begin, launch
 from flexsp.scan import segments
 from flexsp.scan.dense import load_dense, through
@@ -284,6 +286,7 @@ def _larger(sp: SequenceParallel, channel: _Channel, tiles: int) -> _Channel:
         raise HeapTooSmall(needed, had, f"{type(error).__name__}: {error}") from error
     sp.outgrown.append((sp.heap, channel))
     sp.heap = heap
+    tell(logging.INFO, f"symmetric memory: {heap.nbytes >> 20} MiB a rank beside {had >> 20} MiB, for larger states")
     larger = _open_channel(sp)
     larger.counters[:COUNTERS].copy_(channel.counters[:COUNTERS])  # a failure that the next rank has yet to hear of
     return larger

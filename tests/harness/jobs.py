@@ -18,8 +18,8 @@ LONGEST = (
 TOOLS = frozenset({
     "test_bad_arguments", "test_bench", "test_bench_documents", "test_bench_model", "test_bench_peers",
     "test_bench_released", "test_cli", "test_cost", "test_tested_versions", "test_demo", "test_demo_checkpoint",
-    "test_devices", "test_installed", "test_messages", "test_mutations", "test_package", "test_plan",
-    "test_plans_cover", "test_ptx", "test_races", "test_same_code", "test_sanitize", "test_simulate", "test_synthetics",
-    "test_torchrun_configs", "test_train_hybrid", "test_train_hybrid_steps", "test_training_plan", "test_validation",
-    "test_wheel",
+    "test_devices", "test_dockerfile", "test_installed", "test_messages", "test_mutations", "test_package", "test_plan",
+    "test_plans_cover", "test_ptx", "test_races", "test_release", "test_same_code", "test_sanitize", "test_simulate",
+    "test_site", "test_synthetics", "test_torchrun_configs", "test_tour", "test_train_hybrid",
+    "test_train_hybrid_steps", "test_training_plan", "test_validation", "test_wheel",
 })  # fmt: skip

@@ -14,19 +14,24 @@ from flexsp.compiler.planning.model import Predicted, predict
 from flexsp.compiler.planning.tiling import candidates, choose_tiling
 from flexsp.devices import Device, of_device
 
-__all__ = ["describe", "kernels_of"]
+__all__ = ["describe", "engines_of", "kernels_of"]
 
 _MB = 1e6
 
 
-def kernels_of(code: Generated) -> list[str]:
-    """The kernels with what each reads and writes, the file they are in, and what replaces them."""
+def engines_of(code: Generated) -> list[str]:
+    """What replaces the generated kernels, or some of them."""
     lines = []
     for lowering in code.program.lowerings:
         whole = type(lowering).plan is not Lowering.plan
         runs = "whole calls; what follows is of those that it leaves to" if whole else "some launches, beside"
         lines.append(f"engine: {lowering.name} runs {runs} generated kernels")
-    lines.append(f"file: {code.path}")
+    return lines
+
+
+def kernels_of(code: Generated) -> list[str]:
+    """The kernels with what each reads and writes."""
+    lines = []
     for kind, kernel in code.kernels.items():
         parts = f" in {kernel.parts} parts" if kernel.parts > 1 else ""
         reads = ", ".join([*kernel.tokens, *kernel.kept, *kernel.params])
@@ -63,12 +68,11 @@ def describe(
         lines.append(f"    generated kernels alone, not those of {x.name}: {x.refuses(call)}")
     found = candidates(code, sizes, heads, T, n_docs, dtype, ranks, device)
     lines += [f"    {line}" for line in _decisions(code, plan, sizes, heads, dtype == torch.bfloat16, found, device)]
-    totals: list[Predicted] = []
-    for backward in (False, True):
-        rows = predict(code, plan, sizes, heads, T, dtype, n_docs=n_docs, backward=backward, device=device)
-        lines += [f"    {line}" for line in _table("backward" if backward else "forward", rows)]
-        totals += rows
-    lines.append(f"    {_line('forward + backward', '', totals)}")
+    passes = {
+        title: predict(code, plan, sizes, heads, T, dtype, n_docs=n_docs, backward=title == "backward", device=device)
+        for title in ("forward", "backward")
+    }
+    lines += [f"    {line}" for line in _table(passes)]
     lines.append(
         f"    Planned for {device}, with an H200's latencies. A tensor counts once a launch, which what is last bounds."
     )
@@ -114,18 +118,28 @@ _WHY = {
     "fused": "one walk over all chunks of a head",
     "segmented": "a walk that sums up each segment, a scan that joins them, a walk of each segment",
 }
-_NAMES = 28  # columns: names of kernels have up to 25, and two spaces before them
-_HEAD = f"{'grid':<18}{'read MB':>10}{'written MB':>12}{'GFLOP':>9}{'us':>9}"
+_HEAD = ("grid", "read MB", "written MB", "GFLOP", "us", "bound by")
 
 
-def _table(title: str, rows: list[Predicted]) -> list[str]:
-    lines = [f"{title:<{_NAMES}}{_HEAD}"]
-    for x in rows:
-        spills = f", spills {x.spilled} B a thread" if x.spilled else ""
-        lines.append(f"{_line(f'  {x.kernel}', ' x '.join(map(str, x.grid)), [x])}  {x.bound}{spills}")
-    return [*lines, _line("  total", "", rows)]
+def _table(passes: Mapping[str, list[Predicted]]) -> list[str]:
+    """The launches of each pass and their sum, in columns as wide as their widest entry."""
+    rows: list[tuple[str, ...]] = []
+    for title, launches in passes.items():
+        rows.append((title, *_HEAD))
+        for x in launches:
+            spills = f", spills {x.spilled} B a thread" if x.spilled else ""
+            rows.append((f"  {x.kernel}", " x ".join(map(str, x.grid)), *_numbers([x]), f"{x.bound}{spills}"))
+        rows.append(("  total", "", *_numbers(launches), ""))
+    rows.append((" + ".join(passes), "", *_numbers([x for each in passes.values() for x in each]), ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = {0, 1, len(widths) - 1}
+    return [
+        "  ".join(f"{x:<{n}}" if i in left else f"{x:>{n}}" for i, (x, n) in enumerate(zip(row, widths, strict=True)))
+        .rstrip()
+        for row in rows
+    ]  # fmt: skip
 
 
-def _line(name: str, grid: str, rows: list[Predicted]) -> str:
+def _numbers(rows: list[Predicted]) -> tuple[str, ...]:
     read, written, flops, us = (sum(getattr(x, key) for x in rows) for key in ("read", "written", "flops", "us"))
-    return f"{name:<{_NAMES}}{grid:<18}{read / _MB:>10.1f}{written / _MB:>12.1f}{flops / 1e9:>9.1f}{us:>9.1f}"
+    return f"{read / _MB:.1f}", f"{written / _MB:.1f}", f"{flops / 1e9:.1f}", f"{us:.1f}"

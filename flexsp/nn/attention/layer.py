@@ -97,6 +97,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(K, norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(K, norm_eps) if qk_norm else None
 
+    def extra_repr(self) -> str:
+        names = ("num_heads", "num_kv_heads", "head_dim", "head_v_dim", "window")
+        return ", ".join([str(self.hidden_size), *(f"{name}={getattr(self, name)}" for name in names)])
+
     def forward(
         self, x: Tensor, cu_seqlens: Tensor | None = None, cache: AttentionCache | None = None
     ) -> Tensor | tuple[Tensor, AttentionCache]:

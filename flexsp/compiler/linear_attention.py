@@ -16,7 +16,7 @@ from flexsp.comm.group import SequenceParallel, count_failed_call, resolve_sp
 from flexsp.compiler import arguments, in_segments, torch_compile
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
 from flexsp.compiler.frontend import functions
-from flexsp.compiler.frontend.check import program_of
+from flexsp.compiler.frontend.check import check, functions_of
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Program
@@ -27,7 +27,6 @@ from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.runtime.kept import keep
-from flexsp.scan.transitions import KINDS
 
 if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
@@ -133,8 +132,8 @@ class LinearAttention:
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
         engines = in_order(lowerings)
-        program = program_of(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode)
-        self.program: Program = replace(program, lowerings=engines if lowering == "auto" else ())
+        self.report = check(functions_of(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode))
+        self.program: Program = replace(self.report.program, lowerings=engines if lowering == "auto" else ())
         self.names = (*meta.tokens, *meta.params)
         self.graph_name = torch_compile.name_of(self)
         if enable_aot:
@@ -490,7 +489,7 @@ class LinearAttention:
         return code
 
     def explain(self, T: int = 16384, B: int = 1) -> str:
-        """Text about the program: its transition, where calls run, the kernels and their file, the graphs, and a plan.
+        """Text about the program: what `check` found, where calls run, the kernels and their file, graphs, and a plan.
 
         The plan is that of a call of T tokens with the largest sizes that ``input_meta`` allows (32 heads where it
         names no number), in the dtype of its first tensor. It lists schedule, chunks and tiles, and the bytes and
@@ -500,7 +499,7 @@ class LinearAttention:
             if type(n) is not int or n < 0:
                 raise ValueError(f"{name}: expected a number of {'tokens' if name == 'T' else 'sequences'}, got {n!r}")
         program = self.program
-        lines = [f"transition: {program.transition} ({KINDS[program.transition].description})"]
+        lines = str(self.report).splitlines()
         code = self._derived()
         sizes, dtype = self._largest(), next(iter(program.meta.tokens.values())).dtype
         of = ", ".join(f"{name} = {n}" for name, n in sizes.items())

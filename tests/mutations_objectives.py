@@ -52,12 +52,17 @@ OBJECTIVES = [
          "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
     ),
     *_in(
+        "flexsp/grammar/decay.py",
+        ("vector=not per_head, trapezoidal=trapezoidal)", "vector=not per_head)",
+         "gates have Euler's rule whatever is asked for", _LOOP + "[trapezoid, a gate a channel, read-batch]"),
+    ),
+    *_in(
         "flexsp/grammar/objectives.py",
         ("over = (1 / (sums + self.eps))", "over = (1 / (sums + 2 * self.eps))", "eps counts twice", _LOOP),
         ('if self.at == "read":', 'if self.at != "read":', "queries and keys are taken for each other", _LOOP),
         ("before = previous(squares, call.cu_seqlens, call.group, start)", "before = previous(squares, None, None)",
          "squares of keys reach the next document", _LOOP),
-        ("(call.gate.exp() * eta).unsqueeze(-1) * before", "eta.unsqueeze(-1) * before",
+        ("gate.exp() * eta.unsqueeze(-1) * before", "eta.unsqueeze(-1) * before",
          "the trapezoidal term of P does not decay", _LOOP),
         ("first[..., None, None] * products(last_keys", "0 * first[..., None, None] * products(last_keys",
          "the token before a call is forgotten", _CALLS),

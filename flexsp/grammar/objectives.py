@@ -50,7 +50,7 @@ class Transition:
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         """The transition itself if it takes several steps beside these components, None if a single program runs it."""
         if decay.trapezoidal:
-            self._refuse("decay.exponential(discretization='trapezoidal')")
+            self._refuse(f"decay.{decay.kind}(discretization='trapezoidal')")
         return None
 
     def _refuse(self, what: str, why: str = "") -> NoReturn:
@@ -101,7 +101,7 @@ class Rows(Objective):
     """One gradient step with several rows a token, the trapezoidal rule or a diagonal preconditioner.
 
     With the weights gamma_t = l_t dt_t of a token's own products and eta_t = (1 - l_t) dt_t of those before it
-    (Mamba-3; gamma_t = dt_t or 1 and eta_t = 0 by Euler's rule), summed over the rows j:
+    (Mamba-3; dt_t = 1 without steps; gamma_t = dt_t and eta_t = 0 by Euler's rule), summed over the rows j:
 
         S_t = e^{g_t} (S_{t-1} + eta_t k_{t-1} x_{t-1}^T) + gamma_t k_t x_t^T
         P_t = e^{g_t} (P_{t-1} + eta_t k_{t-1}^2) + gamma_t k_t^2
@@ -124,7 +124,7 @@ class Rows(Objective):
         if decay.vector and self.rank > 1:
             self._refuse(f"mimo_rank={self.rank} and a gate for each key channel")
         if self.at == "write" and decay.trapezoidal:
-            self._refuse("at='write' and decay.exponential(discretization='trapezoidal')")
+            self._refuse(f"at='write' and decay.{decay.kind}(discretization='trapezoidal')")
         return replace(self, trapezoidal=decay.trapezoidal)
 
     def shapes(self, q: Tensor, v: Tensor) -> Shapes:
@@ -210,7 +210,8 @@ class Rows(Objective):
         if self.trapezoidal and call.gate is not None:
             start = None if last_keys is None else last_keys.square().sum(1)
             before = previous(squares, call.cu_seqlens, call.group, start)
-            new = new + (call.gate.exp() * eta).unsqueeze(-1) * before
+            gate = call.gate if call.gate.dim() == 4 else call.gate.unsqueeze(-1)
+            new = new + gate.exp() * eta.unsqueeze(-1) * before
         return running_weights(call, new, call.last_column, f"FlexLinearAttention {self.kind}, P")
 
     def _together(

@@ -32,8 +32,8 @@ def one_step_gd(mimo_rank: int = 1) -> Transition:
     outputs are [B, T, R, H, V]. Under ``sp`` the gradient of ``mimo_x`` is this rank's share. Not with a gate for each
     key channel.
 
-    With `decay.exponential(discretization="trapezoidal")` the state is [N, H, K + 1, V + R]: R columns with the last
-    token's keys, with features, and a row with its v; the corner is 0 and is not read.
+    With ``discretization="trapezoidal"`` of `decay.gated` or `decay.exponential` the state is [N, H, K + 1, V + R]: R
+    columns with the last token's keys, with features, and a row with its v; the corner is 0 and is not read.
     """
     rank = check_integer("mimo_rank", mimo_rank, least=1)
     return Rows("one_step_gd", ("mimo_x",) if rank > 1 else (), rank)

@@ -42,6 +42,13 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "rows, fixed": lambda: model(decay.fixed(), transition.one_step_gd(mimo_rank=R), feature_map.elu()),
     "trapezoid": lambda: model(decay.exponential(**TRAPEZOID), transition.one_step_gd()),
     "mamba3": lambda: model(decay.exponential(**TRAPEZOID), transition.one_step_gd(mimo_rank=R), ROPE),
+    "trapezoid, gates": lambda: model(decay.gated(discretization="trapezoidal"), transition.one_step_gd()),
+    "trapezoid, gates, rows": lambda: model(
+        decay.gated(discretization="trapezoidal"), transition.one_step_gd(mimo_rank=R), ROPE
+    ),
+    "trapezoid, a gate a channel, read": lambda: model(
+        decay.gated(per_head=False, discretization="trapezoidal"), READ, feature_map.rope()
+    ),
     "trapezoid, read": lambda: model(decay.exponential(**TRAPEZOID), READ),
     "mamba3, read": lambda: model(
         decay.exponential(**TRAPEZOID), transition.preconditioned_gd(eps=0.1, mimo_rank=R), ROPE
@@ -66,7 +73,7 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
 }  # fmt: skip
 QUICK = (
     "spectral", "read", "read, steps", "write", "mamba3, read", "difference, bootstrapped", "information",
-    "contrastive", "steps, exponential", "steps, a gate a channel",
+    "contrastive", "trapezoid, a gate a channel, read", "steps, exponential", "steps, a gate a channel",
 )  # fmt: skip
 
 

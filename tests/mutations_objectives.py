@@ -6,6 +6,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OBJECTIVES"]
 
+_MAP = "tests/test_feature_map.py::"
 _LOOP = "tests/test_objectives.py::test_against_token_loop"
 _RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
 _CALLS = "tests/test_objectives.py::test_one_call_after_another"
@@ -50,6 +51,23 @@ OBJECTIVES = [
     *_in("flexsp/scan/tokens.py",
         ("x.to(torch.float64) / unit,", "(x / unit).to(torch.float64),", "a turn is rounded to float32",
          "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
+    ),
+    *_in(
+        "flexsp/grammar/mapped.py",
+        ("x.split(1)]", "x.split(_B)]", "features may depend on other sequences",
+         _MAP + "test_what_looks_at_other_tokens_is_refused[dtype0-over_the_batch]"),
+        ("row[:, t : t + 1]) for t in range(_T)", "row[:, t : t + _T]) for t in [0]", "features may depend on other tokens",
+         _MAP + "test_what_looks_at_other_tokens_is_refused[dtype0-centred]"),
+        ("or whole.requires_grad", "or False", "nobody knows of parameters", _MAP + "test_bits_over_ranks"),
+        ("atol=most, equal_nan=True", "atol=most", "features that are not finite are other features",
+         _MAP + "test_features_that_are_not_finite_are_not_taken_for_others"),
+        ("return found.to(x.dtype)", "return found", "features have the dtype of autocast", _MAP + "test_half_precision_and_autocast"),
+    ),
+    *_in(
+        "flexsp/grammar/model.py",
+        ('made("q", q), made("k", k)', 'made("q", q), k', "keys have no features", _MAP + "test_against_token_loop[gates]"),
+        ('{"q": rows[0], "k": rows[1], "v": v}', '{"q": q, "k": k, "v": v}', "segments have features of features",
+         _MAP + "test_bits_over_ranks"),
     ),
     *_in(
         "flexsp/grammar/decay.py",

@@ -50,8 +50,8 @@ def map(fn: Callable[[torch.Tensor], torch.Tensor]) -> FeatureMap:
     its result is cast. M is the K of all that follows: of states, of gates for each key channel, of ``scale`` if that
     is None. ``fn`` must make the features of a token of that token alone, the same every time: what looks at other
     tokens, or draws random numbers, raises ValueError at the first call of its sizes, but not in graphs of
-    torch.compile. Under ``sp`` gradients of its parameters are this rank's share, as of any module. With ``bitwise`` groups it must
-    have no parameters.
+    torch.compile. Under ``sp`` gradients of its parameters are this rank's share, as of any module. With ``bitwise``
+    groups it must have no parameters.
     """
     if not callable(fn):
         raise ValueError(f"fn: expected a function of a tensor [..., K], got {fn!r}")

@@ -13,6 +13,8 @@ _SENDS = "tests/test_exchange_by_kernel.py::test_who_sends"
 _CUTS = "tests/test_nearly_right_programs.py::test_functions_that_disagree_about_where_a_chunk_ends"
 _EDGES = "tests/test_nearly_right_programs.py::test_chunks_that_are_part_of_the_model"
 _CHECK = "tests/test_check.py::"
+_DECODE = "tests/test_decode.py::"
+_STEPS = _DECODE + "test_kernels_against_token_loop"
 _ROWS = "tests/test_input_rows.py::"
 
 PROGRAMS = [
@@ -73,6 +75,25 @@ PROGRAMS = [
          "every seed draws the same chunks", _CHECK + "test_the_report_of_a_gated_program"),
         ("self.measured.affine = max(self.measured.affine, apart)", "pass", "no distance from A S + F is measured",
          _CHECK + "test_the_report_of_a_gated_program"),
+    ),
+    *_in(
+        "flexsp/compiler/decode.py",
+        ("prev_s.copy_(final)", "pass", "states stay as they were", _DECODE + "test_against_token_loop[gla]"),
+        ("or not all(x.of_columns for x in layout.places())", "", "a block reads what another one has stored",
+         _DECODE + "test_kernels_of_columns_beside_panels"),
+        ("clamped(tokens[name]) for", "tokens[name] for", "closed gates are not clamped",
+         _DECODE + "test_a_closed_gate_starts_anew"),
+        ("if made.rows * MOST_TOKENS < T:", "if MOST_TOKENS < T:", "rows of tokens count as tokens",
+         _DECODE + "test_rows_of_tokens"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/decode.py",
+        ('        "tl.debug_barrier()  # other threads may have yet to read what this one writes over",\n', "",
+         "states are written over before all threads have read them", _STEPS + "[gla]"),
+        ('x.store("left" + at, f"S{x.suffix}")', 'x.store("left" + at, f"0 * S{x.suffix}")', "no state is left",
+         _STEPS + "[gla]"),
+        ('"start = first + n"', '"start = first"', "all tokens are the first one", _STEPS + "[gla]"),
+        ('*renewed("S", new)]', "]", "states do not change", _STEPS + "[hgrn]"),
     ),
     *_in(
         "flexsp/compiler/frontend/report.py",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler import LinearAttention, SymbTensor
+from flexsp.compiler import LinearAttention, SymbTensor, decayed_scores
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import assert_close, relative_error
@@ -61,13 +61,47 @@ def test_rows_of_tokens(seed: int) -> None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=made, dtype=torch.float64)
 
-    x = {"q": normal(2, 9, rows.H, rows.K), "k": normal(2, 9, 2, rows.H, rows.K) / 4}
-    x |= {"v": normal(2, 9, 2, rows.H, rows.V), "beta": normal(2, 9, 2, rows.H).sigmoid()}
-    x |= {"g": -normal(2, 9, rows.H).square()}
+    x = {"q": normal(2, 10, rows.H, rows.K), "k": normal(2, 10, 2, rows.H, rows.K) / 4}
+    x |= {"v": normal(2, 10, 2, rows.H, rows.V), "beta": normal(2, 10, 2, rows.H).sigmoid()}
+    x |= {"g": -normal(2, 10, rows.H).square()}
     state = torch.zeros(2, rows.H, rows.K, rows.V, dtype=torch.float64)
     want, final = model(**x)
-    o = [model.step(prev_s=state, **{key: y[:, t : t + 3] for key, y in x.items()}) for t in (0, 3, 6)]
+    o = [model.step(prev_s=state, **{key: y[:, t] for key, y in x.items()}) for t in (slice(9), slice(9, 10))]
     assert relative_error(torch.cat(o, 1), want) < EXACT and relative_error(state, final) < EXACT
+
+
+def _with_shift(k: torch.Tensor, v: torch.Tensor, k_before: torch.Tensor) -> torch.Tensor:
+    return (k + 0.5 * k_before).T @ v
+
+
+def _reads_shifts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_before: torch.Tensor, chunk_state: torch.Tensor
+) -> torch.Tensor:
+    return (q @ (k + 0.5 * k_before).T).tril() @ v + q @ chunk_state
+
+
+def test_inputs_of_the_token_before(seed: int) -> None:
+    sizes = {"q": 5, "k": 5, "v": 4}
+    meta: dict[str, Any] = {name: SymbTensor(["T", 2, n]) for name, n in sizes.items()}
+    meta |= {"k_before": SymbTensor(["T", 2, 5], before="k"), "prev_s": SymbTensor(["NS", 2, 5, 4])}
+    model = LinearAttention(meta, _with_shift, variants.decay_ok, _reads_shifts)
+    made = torch.Generator().manual_seed(seed)
+    x = {name: torch.randn(3, 7, 2, n, generator=made, dtype=torch.float64) for name, n in sizes.items()}
+    want, final = model(**x)
+    state, o = torch.zeros(3, 2, 5, 4, dtype=torch.float64), []
+    for begin, end in ((0, 1), (1, 2), (2, 7)):
+        before = x["k"][:, begin - 1] if begin else torch.zeros_like(x["k"][:, 0])
+        o.append(model.step(prev_s=state, k_before=before, **{name: y[:, begin:end] for name, y in x.items()}))
+    assert relative_error(torch.cat(o, 1), want) < EXACT and relative_error(state, final) < EXACT
+
+
+def test_a_closed_gate_starts_anew(seed: int) -> None:
+    tokens, params, initial = drawn("rwkv7", 2, 4, seed)
+    tokens["g"][:, 2] = -torch.inf
+    model = variants.load("rwkv7").make(variants.H, variants.K, variants.V)
+    want, final = variants.token_loop("rwkv7", tokens, params, initial, None)
+    o = model.step(prev_s=initial, **tokens, **params)
+    assert relative_error(o, want) < EXACT and relative_error(initial, final) < EXACT
 
 
 def test_states_of_bfloat16_are_rounded_once_a_step(seed: int) -> None:
@@ -150,6 +184,44 @@ def test_kernels_of_states_in_parts(name: str, tmp_path: Path, seed: int) -> Non
     assert max(errors) < 2e-6, errors
 
 
+class Weighted:
+    """o_t = q_t S_t / (q_t . z_t) with the sum of weights z_t = e^{g_t} z_{t-1} + k_t as a column."""
+
+    extra_state = {"z": ("K",)}
+
+    def chunk(self, k, v, g):  # type: ignore[no-untyped-def]
+        written = k * (g.sum(0) - g.cumsum(0)).exp()[:, None]
+        return written.T @ v, written.sum(0)
+
+    def propagate(self, state, z, chunk_state, chunk_z, g):  # type: ignore[no-untyped-def]
+        return g.sum(0).exp() * state + chunk_state, g.sum(0).exp() * z + chunk_z
+
+    def output(self, q, k, v, g, state, z):  # type: ignore[no-untyped-def]
+        b = g.cumsum(0)
+        scores, reads = decayed_scores(q, k, b), q * b.exp()[:, None]
+        return (scores @ v + reads @ state) / (scores.sum(1) + reads @ z)[:, None]
+
+
+def beside_panels(sp: Any, seed: int, folder: str) -> list[float]:
+    """A column beside a state whose columns several blocks could have. Of two launches one runs the first block last.
+    """
+    made, K, V = torch.Generator().manual_seed(seed), 8, 40
+    x = {key: torch.randn(2, 3, 2, n, generator=made).double() for key, n in {"q": K, "k": K, "v": V}.items()}
+    x |= {"q": x["q"].abs() + 0.1, "k": x["k"].abs(), "g": -torch.rand(2, 3, 2, generator=made).double()}
+    state = torch.rand(2, 2, K, V + 1, generator=made).double()
+    model = CustomTransition(Weighted).program(2, K, V, K**-0.5, "g", False)
+    found, right = state.float(), state.clone()
+    want = model.step(prev_s=right, **x)
+    with variable("FLEXSP_CODE_DIR", folder), poisoned(1):
+        o = [model.step(prev_s=found, **{key: y[:, t : t + 1].float() for key, y in x.items()}) for t in range(3)]
+    return [relative_error(torch.cat(o, 1), want), relative_error(found, right)]
+
+
+def test_kernels_of_columns_beside_panels(tmp_path: Path, seed: int) -> None:
+    (errors,) = run_ranks(beside_panels, 1, seed, str(tmp_path), env=INTERPRETED)
+    assert max(errors) < 2e-6, errors
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +299,19 @@ def without_kernels(sp: Any) -> tuple[str, list[str], float]:
         LinearAttention(meta, *functions, fallback="pytorch").step(prev_s=state, **x)
     LinearAttention(meta, *functions).step(prev_s=right, **{name: y.double() for name, y in x.items()})
     return str(error.value), [str(each.message) for each in said], relative_error(state, right)
+
+
+def test_more_sequences_than_a_launch_has() -> None:
+    (text,) = run_ranks(too_many, 1, env=INTERPRETED)
+    assert "a launch has up to 65535 heads of sequences, and these are 65536" in text
+
+
+def too_many(sp: Any) -> str:
+    model, x, _ = model_and_inputs()
+    x = {name: y[:1, :1].expand(32768, *y[:1, :1].shape[1:]) for name, y in x.items()}
+    with pytest.raises(NotAvailable) as error:
+        model.step(prev_s=torch.zeros(32768, variants.H, variants.K, variants.V), **x)
+    return str(error.value)
 
 
 def test_a_step_that_no_kernel_runs() -> None:

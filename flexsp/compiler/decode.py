@@ -28,6 +28,7 @@ Tensors = dict[str, torch.Tensor]
 _STATES = (torch.float32, torch.bfloat16)
 _TILE, _NARROW = 512, 16  # numbers of the state that a warp has, and columns of a block where there are few blocks
 _HELD = 128 * 256  # numbers of the state that a block holds at most
+_SEQUENCES = 65535  # blocks in the second axis of a launch
 _BLOCKS = 512  # four for each multiprocessor of the largest GPUs
 
 
@@ -125,6 +126,8 @@ def launched(
     width = padded(cols)
     while not whole and width > _NARROW and (tiles * rows * width > 8 * _TILE or B * H * -(-cols // width) < _BLOCKS):
         width //= 2
+    if B * H > _SEQUENCES:
+        raise NotEmittable(f"a launch has up to {_SEQUENCES} heads of sequences, and these are {B * H}")
     if tiles * rows * width > _HELD:
         raise NotEmittable(
             f"{kernel.name}: a block would hold {tiles * rows} x {width} numbers of the state, and kernels hold up to "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,6 @@ from flexsp.kernels.operators import in_memory
 
 if TYPE_CHECKING:
     from flexsp.compiler.backend.generated_kernels import Generated
-    from flexsp.compiler.linear_attention import LinearAttention
 
 __all__ = ["MOST_TOKENS", "decode", "launched"]
 
@@ -33,8 +32,8 @@ _BLOCKS = 512  # four for each multiprocessor of the largest GPUs
 
 
 @outside_graphs("step: it changes its states in place, which is no part of a graph of torch.compile")
-def decode(made: LinearAttention, prev_s: torch.Tensor, inputs: Tensors) -> torch.Tensor:
-    """Outputs of ``made.step``, which documents the arguments."""
+def decode(made: Any, prev_s: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+    """Outputs of ``made.step``, a `LinearAttention`'s, which documents the arguments."""
     meta, name = made.program.meta, made.program.merge.name
     if made.program.disagrees is not None:
         raise NotAvailable(f"{name}: no step where chunks are part of the model: {made.program.disagrees}")
@@ -68,7 +67,7 @@ def _check_state(prev_s: torch.Tensor, shape: tuple[int, ...], device: torch.dev
 
 
 def _in_pytorch(
-    made: LinearAttention, tokens: Tensors, params: Tensors, prev_s: torch.Tensor, wide: torch.dtype
+    made: Any, tokens: Tensors, params: Tensors, prev_s: torch.Tensor, wide: torch.dtype
 ) -> torch.Tensor:  # fmt: skip
     """The three functions on chunks of one token."""
     first, program = next(iter(tokens.values())), made.program
@@ -84,7 +83,7 @@ def _in_pytorch(
 
 
 def _by_kernel(
-    made: LinearAttention, tokens: Tensors, params: Tensors, names: dict[str, int], prev_s: torch.Tensor
+    made: Any, tokens: Tensors, params: Tensors, names: dict[str, int], prev_s: torch.Tensor
 ) -> torch.Tensor | None:
     """None where the functions have to run in PyTorch, since no kernel can run the call."""
     from flexsp.compiler.planning.tiling import old_assembler

@@ -53,6 +53,19 @@ OBJECTIVES = [
          "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
     ),
     *_in(
+        "flexsp/ops/_delta.py",
+        ("F.pad(q, (0, 0, 0, 0, steps - q.shape[2], 0))", "F.pad(q, (0, 0, 0, 0, 0, steps - q.shape[2]))",
+         "queries of a token read before its last key", _LOOP + "[delta rows-batch]"),
+    ),
+    *_in(
+        "flexsp/grammar/objectives.py",
+        ("delta.run(name, delta.Heads(B, T, H, H, K, V), tokens, call.scale, options, rows, self.rank)",
+         "delta.run(name, delta.Heads(B, T, H, H, K, V), tokens, call.scale, options, rows + 1, self.rank)",
+         "keys are read where they are not", _LOOP + "[delta rows-batch]"),
+        ("v = value_rows(call.values, call", "v = value_rows(call.v, call", "values are written without their steps",
+         _LOOP + "[delta rows, rope-batch]"),
+    ),
+    *_in(
         "flexsp/grammar/mapped.py",
         ("x.split(1)]", "x.split(_B)]", "features may depend on other sequences",
          _MAP + "test_what_looks_at_other_tokens_is_refused[dtype0-over_the_batch]"),

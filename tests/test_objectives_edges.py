@@ -244,7 +244,9 @@ def in_graphs(sp: Any, name: str, seed: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bounds", [None, [0, 0, 5, 20, 30, 30, 37]], ids=["batch", "packed"])
-@pytest.mark.parametrize("name", ["difference, bootstrapped", "information", "mamba3, read", "write", "spectral"])
+@pytest.mark.parametrize(
+    "name", ["difference, bootstrapped", "information", "mamba3, read", "write", "spectral", "delta rows"]
+)
 def test_generated_kernels_over_ranks(name: str, bounds: list[int] | None, seed: int) -> None:
     (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
     compare(run_ranks(on_ranks, 3, name, [20, 0, 17], bounds, seed, torch.float32, env=INTERPRETED), whole, 1e-4)
@@ -307,6 +309,8 @@ def test_contrastive_has_no_kernels() -> None:
         (lambda: model(decay.gated(per_head=False), transition.spectral()), "spectral with a gate for each key"),
         (lambda: model(decay.gated(), transition.spectral(), feature_map.rope()), "spectral with feature_map.rope"),
         (lambda: model(decay.none(), transition.delta_rule(2), feature_map.rope()), "delta_rule with steps=2 and"),
+        (lambda: transition.delta_rule(2, mimo_rank=3), r"steps=2, mimo_rank=3\): only one may be above 1"),
+        (lambda: model(decay.gated(True, "trapezoidal"), transition.delta_rule(1, 2)), "delta_rule with decay.gated"),
         (lambda: FlexLinearAttention(transition=transition.delta_rule(2), custom_mask=lambda i, j: 1.0), "custom_mask"),
         (lambda: FlexLinearAttention(transition=READ, custom_mask=lambda i, j: 1.0), "gd with custom_mask"),
         (lambda: FlexLinearAttention(transition=transition.contrastive(), custom_mask=lambda i, j: 1.0), "custom_mask"),
@@ -329,6 +333,7 @@ def test_what_is_not_there(make: Callable[[], Any], message: str) -> None:
         (lambda: transition.preconditioned_gd(mimo_rank=0), "mimo_rank: expected an integer >= 1"),
         (lambda: transition.one_step_gd(mimo_rank=2.0), "mimo_rank: expected an integer >= 1"),
         (lambda: transition.delta_rule(steps=0), "steps: expected an integer >= 1"),
+        (lambda: transition.delta_rule(mimo_rank=1.5), "mimo_rank: expected an integer >= 1"),
         (lambda: transition.information(eps=-1), "eps: expected a finite number > 0"),
         (lambda: transition.contrastive(block=0), "block: expected an integer >= 1"),
         (lambda: transition.contrastive(temperature=0), "temperature: expected a finite number > 0"),

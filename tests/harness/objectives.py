@@ -65,6 +65,12 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "steps, no decay": lambda: model(decay.none(), transition.delta_rule(2)),
     "steps, exponential": lambda: model(decay.exponential(), transition.delta_rule(2)),
     "steps, fixed": lambda: model(decay.fixed(), transition.delta_rule(2)),
+    "delta rows": lambda: model(decay.gated(), transition.delta_rule(mimo_rank=R)),
+    "delta rows, a gate a channel": lambda: model(
+        decay.gated(per_head=False), transition.delta_rule(mimo_rank=2), feature_map.elu()
+    ),
+    "delta rows, no decay": lambda: model(decay.none(), transition.delta_rule(mimo_rank=2)),
+    "delta rows, rope": lambda: model(decay.exponential(), transition.delta_rule(mimo_rank=2), ROPE),
     "contrastive": lambda: model(decay.gated(), transition.contrastive(block=5)),
     "contrastive, large blocks": lambda: model(
         decay.gated(per_head=False), transition.contrastive(block=64, temperature=0.5)
@@ -74,6 +80,7 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
 QUICK = (
     "spectral", "read", "read, steps", "write", "mamba3, read", "difference, bootstrapped", "information",
     "contrastive", "trapezoid, a gate a channel, read", "steps, exponential", "steps, a gate a channel",
+    "delta rows", "delta rows, rope",
 )  # fmt: skip
 
 
@@ -317,6 +324,11 @@ def compare(parts: list[Tensors], whole: Tensors, bound: float) -> None:
 
 def delta_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
     S, n = a.unsqueeze(-1) * M, what.transition.steps
+    if what.transition.rank > 1:
+        v = x["v"] * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else x["v"]
+        for j, k in enumerate(x["k"].unbind(1)):
+            S = S + outer(x["beta"].unsqueeze(-1) * k, x["mimo_x"][:, j] * v - read(k, S))
+        return K**-0.5 * read(x["q"], S.unsqueeze(1)), S
     for k, v, beta in zip(*(x[key].unbind(1) if n > 1 else [x[key]] for key in ("k", "v", "beta")), strict=True):
         v = v * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else v
         S = S + outer(beta.unsqueeze(-1) * k, v - read(k, S))

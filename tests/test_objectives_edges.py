@@ -28,7 +28,6 @@ from tests.harness.objectives import (  # fmt: skip
     WRITE,
     H,
     K,
-    R,
     Tensors,
     V,
     call_of,
@@ -43,6 +42,7 @@ from tests.harness.programs import variable
 from tests.marks import quick, slow
 
 GATED = [name for name in MODELS if MODELS[name]().decay.kind == "gated" and "contrastive" not in name]
+ANEW = [name for name in GATED if not MODELS[name]()._keeps_angle]  # else angles count from before the closed gate
 OVER_RANKS = [name for name in MODELS if name != "contrastive, large blocks"]
 
 
@@ -72,7 +72,7 @@ def check_precision(name: str, dtype: torch.dtype, bounds: list[int] | None, see
     x = {key: y.to(torch.float32 if key in ("A", "decay") else dtype) for key, y in draw(name, B, 37, seed).items()}
     initial = draw_state(name, len(bounds) - 1 if bounds else B, seed).float()
     made = torch.Generator().manual_seed(seed)
-    shape = (B, 37, *([R] if what.transition.rank > 1 else []), H, V)
+    shape = (B, 37, *([what.transition.rank] if what.transition.rank > 1 else []), H, V)
     cotangents = [
         {"o": torch.randn(shape, generator=made).to(dtype), "final": torch.randn(initial.shape, generator=made)}
         for _ in range(DRAWS)
@@ -119,6 +119,8 @@ def test_precision_in_pytorch(name: str, dtype: torch.dtype, seed: int) -> None:
             ("information, steps", torch.float32, [0, 0, 1, 20, 37]), ("read", torch.float16, None),
             ("read, a gate a channel", torch.float32, None), ("write, rows", torch.float32, [0, 0, 1, 20, 37]),
             ("mamba3, read", torch.float32, None), ("spectral", torch.float16, [0, 0, 1, 20, 37]),
+            ("delta rows", torch.float32, [0, 0, 1, 20, 37]), ("delta rows, a gate a channel", torch.float16, None),
+            ("trapezoid, a gate a channel, read", torch.float32, [0, 0, 1, 20, 37]),
         ),
     ],
 )  # fmt: skip
@@ -169,7 +171,7 @@ def test_tensors_with_other_strides(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("strength", [-1e3, -float("inf")])
-@pytest.mark.parametrize("name", quick(GATED, "read", "information"))
+@pytest.mark.parametrize("name", quick(ANEW, "read", "information"))
 def test_a_closed_gate_starts_anew(name: str, strength: float, dtype: torch.dtype, seed: int) -> None:
     """But for the key of the token before. A contrastive block goes on to read the state that entered it."""
     x = {key: y if key == "mimo_x" else y[:, :20] for key, y in draw(name, 1, 20, seed).items()}

@@ -47,7 +47,10 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
         decay.gated(discretization="trapezoidal"), transition.one_step_gd(mimo_rank=R), ROPE
     ),
     "trapezoid, a gate a channel, read": lambda: model(
-        decay.gated(per_head=False, discretization="trapezoidal"), READ, feature_map.rope()
+        decay.gated(per_head=False, discretization="trapezoidal"), READ
+    ),
+    "mamba3, a gate a channel": lambda: model(
+        decay.gated(per_head=False, discretization="trapezoidal"), transition.one_step_gd(), feature_map.rope()
     ),
     "trapezoid, read": lambda: model(decay.exponential(**TRAPEZOID), READ),
     "mamba3, read": lambda: model(

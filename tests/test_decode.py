@@ -18,22 +18,13 @@ from flexsp.testing.ranks import run_ranks
 from tests import variants
 from tests.harness import rows, transitions
 from tests.harness.compiling import described, in_child, told_of
+from tests.harness.decode import drawn
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.programs import variable
 from tests.marks import quick, slow
 
 EXACT = 1e-12
 Tensors = dict[str, torch.Tensor]
-Given = tuple[Tensors, Tensors, torch.Tensor]
-
-
-def drawn(name: str, B: int, T: int, seed: int, dtype: torch.dtype = torch.float64) -> Given:
-    """Tokens, parameters and states, with values that the dtype has."""
-    tokens, params = variants.draw(name, B, T, seed)
-    made = torch.Generator().manual_seed(seed + 1)
-    state = torch.randn(B, variants.H, *variants.state_sizes(name), generator=made, dtype=torch.float64)
-    rounded = {key: x if key in variants.WIDE else x.to(dtype) for key, x in tokens.items()}
-    return {key: x.float().double() if dtype != torch.float64 else x for key, x in rounded.items()}, params, state
 
 
 # In PyTorch -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OBJECTIVES"]
 
+_MAP = "tests/test_feature_map.py::"
 _LOOP = "tests/test_objectives.py::test_against_token_loop"
 _RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
 _CALLS = "tests/test_objectives.py::test_one_call_after_another"
@@ -52,12 +53,47 @@ OBJECTIVES = [
          "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
     ),
     *_in(
+        "flexsp/ops/_delta.py",
+        ("F.pad(q, (0, 0, 0, 0, steps - q.shape[2], 0))", "F.pad(q, (0, 0, 0, 0, 0, steps - q.shape[2]))",
+         "queries of a token read before its last key", _LOOP + "[delta rows-batch]"),
+    ),
+    *_in(
+        "flexsp/grammar/objectives.py",
+        ("delta.run(name, delta.Heads(B, T, H, H, K, V), tokens, call.scale, options, rows, self.rank)",
+         "delta.run(name, delta.Heads(B, T, H, H, K, V), tokens, call.scale, options, rows + 1, self.rank)",
+         "keys are read where they are not", _LOOP + "[delta rows-batch]"),
+        ("v = value_rows(call.values, call", "v = value_rows(call.v, call", "values are written without their steps",
+         _LOOP + "[delta rows, rope-batch]"),
+    ),
+    *_in(
+        "flexsp/grammar/mapped.py",
+        ("x.split(1)]", "x.split(_B)]", "features may depend on other sequences",
+         _MAP + "test_what_looks_at_other_tokens_is_refused[dtype0-over_the_batch]"),
+        ("row[:, t : t + 1]) for t in range(_T)", "row[:, t : t + _T]) for t in [0]", "features may depend on other tokens",
+         _MAP + "test_what_looks_at_other_tokens_is_refused[dtype0-centred]"),
+        ("or whole.requires_grad", "or False", "nobody knows of parameters", _MAP + "test_bits_over_ranks"),
+        ("atol=most, equal_nan=True", "atol=most", "features that are not finite are other features",
+         _MAP + "test_features_that_are_not_finite_are_not_taken_for_others"),
+        ("return found.to(x.dtype)", "return found", "features have the dtype of autocast", _MAP + "test_half_precision_and_autocast"),
+    ),
+    *_in(
+        "flexsp/grammar/model.py",
+        ('made("q", q), made("k", k)', 'made("q", q), k', "keys have no features", _MAP + "test_against_token_loop[gates]"),
+        ('{"q": rows[0], "k": rows[1], "v": v}', '{"q": q, "k": k, "v": v}', "segments have features of features",
+         _MAP + "test_bits_over_ranks"),
+    ),
+    *_in(
+        "flexsp/grammar/decay.py",
+        ("vector=not per_head, trapezoidal=trapezoidal)", "vector=not per_head)",
+         "gates have Euler's rule whatever is asked for", _LOOP + "[trapezoid, a gate a channel, read-batch]"),
+    ),
+    *_in(
         "flexsp/grammar/objectives.py",
         ("over = (1 / (sums + self.eps))", "over = (1 / (sums + 2 * self.eps))", "eps counts twice", _LOOP),
         ('if self.at == "read":', 'if self.at != "read":', "queries and keys are taken for each other", _LOOP),
         ("before = previous(squares, call.cu_seqlens, call.group, start)", "before = previous(squares, None, None)",
          "squares of keys reach the next document", _LOOP),
-        ("(call.gate.exp() * eta).unsqueeze(-1) * before", "eta.unsqueeze(-1) * before",
+        ("gate.exp() * eta.unsqueeze(-1) * before", "eta.unsqueeze(-1) * before",
          "the trapezoidal term of P does not decay", _LOOP),
         ("first[..., None, None] * products(last_keys", "0 * first[..., None, None] * products(last_keys",
          "the token before a call is forgotten", _CALLS),

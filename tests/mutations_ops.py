@@ -235,7 +235,7 @@ OPS = [
     ),
     *_in(
         "flexsp/ops/_delta.py",
-        (' or name == "vector_gated_delta")', ")", "gates of channels have a row for each token of several keys",
+        (' or name == "vector_gated_delta" or reads > 1)', " or reads > 1)", "gates of channels have a row for each token of several keys",
          "tests/test_reflections.py::test_against_token_loops[kda product]"),
         ("return out.to(v.dtype), final_state(last, call)", "return out, final_state(last, call)", "decoding answers in float32",
          "tests/test_ops.py::test_recurrent_ops_of_programs[kda-dtype2]"),

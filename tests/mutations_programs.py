@@ -12,6 +12,9 @@ _PIECES = "tests/test_generated_programs.py::test_what_needs_all_columns_is_not_
 _SENDS = "tests/test_exchange_by_kernel.py::test_who_sends"
 _CUTS = "tests/test_nearly_right_programs.py::test_functions_that_disagree_about_where_a_chunk_ends"
 _EDGES = "tests/test_nearly_right_programs.py::test_chunks_that_are_part_of_the_model"
+_CHECK = "tests/test_check.py::"
+_DECODE = "tests/test_decode.py::"
+_STEPS = _DECODE + "test_kernels_against_token_loop"
 _ROWS = "tests/test_input_rows.py::"
 
 PROGRAMS = [
@@ -58,10 +61,46 @@ PROGRAMS = [
         ("float(z.abs().max())", "float(z.max())", "negative numbers are taken to be small",
          "tests/test_nearly_right_programs.py::test_numbers_are_compared_by_their_size[-1000000.0]"),
         ("apart = _difference(second.after, whole.after)", "apart = 0.0", "states may depend on where chunks end", _CUTS),
-        ("_difference(torch.cat([first.o, second.o]), whole.o)", "0.0", "outputs may depend on where chunks end", _CUTS),
+        ("apart = _difference(o, whole.o)", "apart = 0.0", "outputs may depend on where chunks end", _CUTS),
         ("second = self._run(self._part(values, _CUT, _LONG), first.after)",
          "second = self._run(self._part(values, _CUT, _LONG), state)", "the second chunk is not entered by the first one's state",
          _CUTS),
+        ("torch.cat([x[:_CUT], torch.zeros_like(x[_CUT:])])", "x[:_CUT]", "no tokens of zeros are tried",
+         _CHECK + "test_what_tokens_of_zeros_do"),
+        ("self.measured.grows += ((name, strong),)", "pass", "inputs that grow are not reported",
+         _CHECK + "test_the_report_of_a_gated_program"),
+        ("self.measured.cuts = max(self.measured.cuts or 0.0, _relative(x, y))", "self.measured.cuts = 0.0",
+         "what chunks differ by is not measured", _CHECK + "test_chunks_that_are_part_of_a_program"),
+        ("torch.Generator(device=\"cpu\").manual_seed(seed)", "torch.Generator(device=\"cpu\").manual_seed(0)",
+         "every seed draws the same chunks", _CHECK + "test_the_report_of_a_gated_program"),
+        ("self.measured.affine = max(self.measured.affine, apart)", "pass", "no distance from A S + F is measured",
+         _CHECK + "test_the_report_of_a_gated_program"),
+    ),
+    *_in(
+        "flexsp/compiler/decode.py",
+        ("prev_s.copy_(final)", "pass", "states stay as they were", _DECODE + "test_against_token_loop[gla]"),
+        ("or not all(x.of_columns for x in layout.places())", "", "a block reads what another one has stored",
+         _DECODE + "test_kernels_of_columns_beside_panels"),
+        ("clamped(tokens[name]) for", "tokens[name] for", "closed gates are not clamped",
+         _DECODE + "test_a_closed_gate_starts_anew"),
+        ("if made.rows * MOST_TOKENS < T:", "if MOST_TOKENS < T:", "rows of tokens count as tokens",
+         _DECODE + "test_rows_of_tokens"),
+    ),
+    *_in(
+        "flexsp/compiler/backend/decode.py",
+        ('        "tl.debug_barrier()  # other threads may have yet to read what this one writes over",\n', "",
+         "states are written over before all threads have read them", _STEPS + "[gla]"),
+        ('x.store("left" + at, f"S{x.suffix}")', 'x.store("left" + at, f"0 * S{x.suffix}")', "no state is left",
+         _STEPS + "[gla]"),
+        ('"start = first + n"', '"start = first"', "all tokens are the first one", _STEPS + "[gla]"),
+        ('*renewed("S", new)]', "]", "states do not change", _STEPS + "[hgrn]"),
+    ),
+    *_in(
+        "flexsp/compiler/frontend/report.py",
+        ("program.disagrees is None, measured.cuts", "True, measured.cuts", "chunks never matter",
+         _CHECK + "test_chunks_that_are_part_of_a_program"),
+        ('program.transition not in ("max-plus", "sequential")', 'program.transition != "sequential"',
+         "a maximum is called affine", _CHECK + "test_updates_that_are_not_affine"),
     ),
     *_in(
         "flexsp/compiler/arguments.py",

@@ -28,7 +28,6 @@ from tests.harness.objectives import (  # fmt: skip
     WRITE,
     H,
     K,
-    R,
     Tensors,
     V,
     call_of,
@@ -43,6 +42,7 @@ from tests.harness.programs import variable
 from tests.marks import quick, slow
 
 GATED = [name for name in MODELS if MODELS[name]().decay.kind == "gated" and "contrastive" not in name]
+ANEW = [name for name in GATED if not MODELS[name]()._keeps_angle]  # else angles count from before the closed gate
 OVER_RANKS = [name for name in MODELS if name != "contrastive, large blocks"]
 
 
@@ -72,7 +72,7 @@ def check_precision(name: str, dtype: torch.dtype, bounds: list[int] | None, see
     x = {key: y.to(torch.float32 if key in ("A", "decay") else dtype) for key, y in draw(name, B, 37, seed).items()}
     initial = draw_state(name, len(bounds) - 1 if bounds else B, seed).float()
     made = torch.Generator().manual_seed(seed)
-    shape = (B, 37, *([R] if what.transition.rank > 1 else []), H, V)
+    shape = (B, 37, *([what.transition.rank] if what.transition.rank > 1 else []), H, V)
     cotangents = [
         {"o": torch.randn(shape, generator=made).to(dtype), "final": torch.randn(initial.shape, generator=made)}
         for _ in range(DRAWS)
@@ -119,6 +119,8 @@ def test_precision_in_pytorch(name: str, dtype: torch.dtype, seed: int) -> None:
             ("information, steps", torch.float32, [0, 0, 1, 20, 37]), ("read", torch.float16, None),
             ("read, a gate a channel", torch.float32, None), ("write, rows", torch.float32, [0, 0, 1, 20, 37]),
             ("mamba3, read", torch.float32, None), ("spectral", torch.float16, [0, 0, 1, 20, 37]),
+            ("delta rows", torch.float32, [0, 0, 1, 20, 37]), ("delta rows, a gate a channel", torch.float16, None),
+            ("trapezoid, a gate a channel, read", torch.float32, [0, 0, 1, 20, 37]),
         ),
     ],
 )  # fmt: skip
@@ -169,7 +171,7 @@ def test_tensors_with_other_strides(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("strength", [-1e3, -float("inf")])
-@pytest.mark.parametrize("name", quick(GATED, "read", "information"))
+@pytest.mark.parametrize("name", quick(ANEW, "read", "information"))
 def test_a_closed_gate_starts_anew(name: str, strength: float, dtype: torch.dtype, seed: int) -> None:
     """But for the key of the token before. A contrastive block goes on to read the state that entered it."""
     x = {key: y if key == "mimo_x" else y[:, :20] for key, y in draw(name, 1, 20, seed).items()}
@@ -244,7 +246,9 @@ def in_graphs(sp: Any, name: str, seed: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bounds", [None, [0, 0, 5, 20, 30, 30, 37]], ids=["batch", "packed"])
-@pytest.mark.parametrize("name", ["difference, bootstrapped", "information", "mamba3, read", "write", "spectral"])
+@pytest.mark.parametrize(
+    "name", ["difference, bootstrapped", "information", "mamba3, read", "write", "spectral", "delta rows"]
+)
 def test_generated_kernels_over_ranks(name: str, bounds: list[int] | None, seed: int) -> None:
     (whole,) = run_ranks(on_ranks, 1, name, [37], bounds, seed)
     compare(run_ranks(on_ranks, 3, name, [20, 0, 17], bounds, seed, torch.float32, env=INTERPRETED), whole, 1e-4)
@@ -295,16 +299,20 @@ def test_contrastive_has_no_kernels() -> None:
     ("make", "message"),
     [
         (lambda: decay.exponential(discretization="zoh"), "only 'euler' and 'trapezoidal'"),
+        (lambda: decay.gated(discretization="zoh"), r"decay.gated\(discretization='zoh'\): only 'euler' and 'trapez"),
         (lambda: decay.exponential(False, "trapezoidal"), "needs data_dependent=True"),
         (lambda: transition.preconditioned_gd("full"), "only 'diagonal'"),
         (lambda: transition.contrastive("exact"), "only 'chunk_lagged'"),
         (lambda: model(decay.exponential(**TRAPEZOID), transition.delta_rule()), "delta_rule with decay.exponential"),
         (lambda: model(decay.exponential(**TRAPEZOID), transition.spectral()), "spectral with decay.exponential"),
         (lambda: model(decay.exponential(**TRAPEZOID), WRITE), "at='write' and decay.exponential"),
+        (lambda: model(decay.gated(False, "trapezoidal"), transition.delta_rule()), "delta_rule with decay.gated"),
         (lambda: model(decay.gated(per_head=False), transition.one_step_gd(2)), "mimo_rank=2 and a gate for each key"),
         (lambda: model(decay.gated(per_head=False), transition.spectral()), "spectral with a gate for each key"),
         (lambda: model(decay.gated(), transition.spectral(), feature_map.rope()), "spectral with feature_map.rope"),
         (lambda: model(decay.none(), transition.delta_rule(2), feature_map.rope()), "delta_rule with steps=2 and"),
+        (lambda: transition.delta_rule(2, mimo_rank=3), r"steps=2, mimo_rank=3\): only one may be above 1"),
+        (lambda: model(decay.gated(True, "trapezoidal"), transition.delta_rule(1, 2)), "delta_rule with decay.gated"),
         (lambda: FlexLinearAttention(transition=transition.delta_rule(2), custom_mask=lambda i, j: 1.0), "custom_mask"),
         (lambda: FlexLinearAttention(transition=READ, custom_mask=lambda i, j: 1.0), "gd with custom_mask"),
         (lambda: FlexLinearAttention(transition=transition.contrastive(), custom_mask=lambda i, j: 1.0), "custom_mask"),
@@ -327,6 +335,7 @@ def test_what_is_not_there(make: Callable[[], Any], message: str) -> None:
         (lambda: transition.preconditioned_gd(mimo_rank=0), "mimo_rank: expected an integer >= 1"),
         (lambda: transition.one_step_gd(mimo_rank=2.0), "mimo_rank: expected an integer >= 1"),
         (lambda: transition.delta_rule(steps=0), "steps: expected an integer >= 1"),
+        (lambda: transition.delta_rule(mimo_rank=1.5), "mimo_rank: expected an integer >= 1"),
         (lambda: transition.information(eps=-1), "eps: expected a finite number > 0"),
         (lambda: transition.contrastive(block=0), "block: expected an integer >= 1"),
         (lambda: transition.contrastive(temperature=0), "temperature: expected a finite number > 0"),

@@ -49,11 +49,12 @@ ENDINGS = ("_normalized", "_gamma", "_groups", "_in_kernel", "_shared_keys", "_m
 
 # Files whose words are variants of three functions, and files whose checks are of no single op.
 OF_VARIANTS = ("test_generated", "test_delta_engine", "test_torch_compile", "ranks_generated")
-OF_ALL = ("ranks_ops", "ranks_layers", "ranks_transformers", "ranks_attention", "test_attention")
+OF_ALL = ("ranks_ops", "ranks_layers", "ranks_transformers", "ranks_attention", "test_attention", "test_decode")
 # What tests are of, by file, where no word is an op.
 SUBJECTS = {
     "test_attention": "softmax attention", "ranks_attention": "softmax attention",
     "test_delta_engine": "delta rules: gates, segments, strides", "test_delta_ops": "delta rules: several keys, sizes",
+    "test_decode": "steps of programs",
     "test_generated": "generated kernels: chunks, parts of states", "test_nonfinite": "NaN and inf",
     "test_large_states": "large states: layouts, long texts", "test_mamba2": "Mamba-2: its other arguments",
     "test_ops": "scalar decay: tiles, strides, CUDA graphs", "test_propagate": "exchange of states",

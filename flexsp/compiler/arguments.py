@@ -19,8 +19,10 @@ from flexsp.scan.tokens import previous
 
 __all__ = [
     "alike", "aligned", "answered", "asked", "boundaries", "check_boundaries", "check_edges", "check_initial", "looks",
-    "no_autocast", "ranks_of", "shard_of", "signature_of", "widest",
+    "no_autocast", "ranks_of", "shard_of", "signature_of", "tokens_and_params", "widest",
 ]  # fmt: skip
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_initial(
@@ -166,6 +168,28 @@ def asked(
     check_dense("cu_seqlens", cu_seqlens, "a tensor [N + 1] of int32 or int64")
     check_boundaries(cu_seqlens, 1, cu_seqlens.device)
     return _rows_of_tokens(meta, inputs), cu_seqlens * meta.rows
+
+
+def tokens_and_params(
+    meta: InputMeta, inputs: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
+    """Tokens [B, T, H, ...] and parameters [H, ...], checked, and whether the tokens came with B."""
+    expected = {*meta.tokens, *meta.params}
+    if inputs.keys() != expected:
+        missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
+        raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
+    for name, x in inputs.items():
+        check_dense(name, x, "a floating tensor of 16, 32 or 64 bits")
+        if x.dtype not in _FLOATS:
+            fail(name, "a floating tensor of 16, 32 or 64 bits", x.dtype)
+        if x.dim() and 0 in (x.shape[0] if name in meta.params else 1, *x.shape[-1:]):
+            fail(name, "sizes of 1 and more, but for tokens", list(x.shape))
+    leading = next(iter(meta.tokens))
+    extra = inputs[leading].dim() - len(meta.tokens[leading].shape)
+    if extra not in (0, 1):
+        raise ValueError(f"{leading}: expected [T, H, ...] or [B, T, H, ...], got {tuple(inputs[leading].shape)}")
+    tokens = {name: inputs[name] if extra else inputs[name].unsqueeze(0) for name in meta.tokens}
+    return tokens, {name: inputs[name] for name in meta.params}, bool(extra)
 
 
 def alike(meta: InputMeta, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,14 +16,14 @@ from flexsp.comm.derivatives import TRANSFORMS, transformed
 from flexsp.comm.group import SequenceParallel, count_failed_call, resolve_sp
 from flexsp.compiler import arguments, in_segments, torch_compile
 from flexsp.compiler.arguments import aligned, boundaries, check_boundaries, check_initial, ranks_of, signature_of
+from flexsp.compiler.decode import decode
 from flexsp.compiler.frontend import functions
-from flexsp.compiler.frontend.check import program_of
+from flexsp.compiler.frontend.check import check, functions_of
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Lowering, TensorSpec, in_order
-from flexsp.exceptions import check_dense, fail
 from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import in_memory, plain, run
@@ -38,7 +38,6 @@ __all__ = ["LinearAttention"]
 
 _CHUNK = 64
 _CALLS = 256  # signatures that are kept
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class LinearAttention:
@@ -134,8 +133,8 @@ class LinearAttention:
         self._tuned: list[str] = []
         self._calls: dict[Any, _Call] = {}
         engines = in_order(lowerings)
-        program = program_of(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode)
-        self.program: Program = replace(program, lowerings=engines if lowering == "auto" else ())
+        self.report = check(functions_of(meta, chunk_size is not None, chunk_mode, decay_mode, merge_mode))
+        self.program: Program = replace(self.report.program, lowerings=engines if lowering == "auto" else ())
         self.names = (*meta.tokens, *meta.params)
         self.graph_name = torch_compile.name_of(self)
         if enable_aot:
@@ -171,6 +170,23 @@ class LinearAttention:
             found = torch_compile.call(self.graph_name, [inputs[x] for x in self.names], prev_s, cu_seqlens, group)
             return arguments.answered(self.program.meta, group, *found)
         return self._call(inputs, prev_s, cu_seqlens, sp)
+
+    def step(self, *, prev_s: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        """Outputs of a few tokens, for decoding, as a call gives them. The states ``prev_s`` are changed in place.
+
+        On a GPU one generated kernel reads the states, moves them over the tokens and writes them back, in float32
+        whatever their dtype. It runs on this rank alone, and has no gradients.
+
+        Args:
+            prev_s: states [B, H, *state], contiguous, float32 or bfloat16, float64 if an input is; B = 1 without B.
+            inputs: as of a call, with 16 tokens at most: one, or those of a draft.
+
+        Raises:
+            ValueError: a wrong shape, dtype or device.
+            NotAvailable: gradients are asked for; chunks are part of the model; or no kernel can run the call on a GPU,
+                and there is no ``fallback``.
+        """
+        return decode(self, prev_s, inputs)
 
     def _call(
         self, inputs: dict[str, torch.Tensor], prev_s: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
@@ -492,7 +508,7 @@ class LinearAttention:
         return code
 
     def explain(self, T: int = 16384, B: int = 1, graph: bool = False) -> str:
-        """A page about the program: its transition, where calls run, the file of its kernels, and a plan.
+        """A page about the program: what `check` found, where calls run, the file of its kernels, and a plan.
 
         The plan is that of a call of T tokens with the largest sizes that ``input_meta`` allows (32 heads where it
         names no number), in the dtype of its first tensor. It lists schedule, chunks and tiles, and the bytes and
@@ -521,23 +537,7 @@ class LinearAttention:
         return short(self)
 
     def _sorted(self, inputs: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], bool]:
-        meta = self.program.meta
-        expected = {*meta.tokens, *meta.params}
-        if inputs.keys() != expected:
-            missing, unknown = sorted(expected - inputs.keys()), sorted(inputs.keys() - expected)
-            raise ValueError(f"inputs: expected {sorted(expected)}; missing {missing}, unknown {unknown}")
-        for name, x in inputs.items():
-            check_dense(name, x, "a floating tensor of 16, 32 or 64 bits")
-            if x.dtype not in _FLOATS:
-                fail(name, "a floating tensor of 16, 32 or 64 bits", x.dtype)
-            if x.dim() and 0 in (x.shape[0] if name in meta.params else 1, *x.shape[-1:]):
-                fail(name, "sizes of 1 and more, but for tokens", list(x.shape))
-        leading = next(iter(meta.tokens))
-        extra = inputs[leading].dim() - len(meta.tokens[leading].shape)
-        if extra not in (0, 1):
-            raise ValueError(f"{leading}: expected [T, H, ...] or [B, T, H, ...], got {tuple(inputs[leading].shape)}")
-        tokens = {name: inputs[name] if extra else inputs[name].unsqueeze(0) for name in meta.tokens}
-        return tokens, {name: inputs[name] for name in meta.params}, bool(extra)
+        return arguments.tokens_and_params(self.program.meta, inputs)
 
     def _known(self, tokens: dict[str, torch.Tensor], params: dict[str, torch.Tensor]) -> dict[str, int]:
         """Sizes by name; ValueError where two inputs disagree or a size is not among its choices."""

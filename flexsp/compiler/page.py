@@ -29,7 +29,7 @@ def page(made: Any, T: int, B: int, graph: bool) -> str:
     of = ", ".join(f"{name} = {n}" for name, n in sizes.items())
     reason = made._refusal(sizes, program.meta.looks(sizes, 1), torch.cuda.is_available())
     lines = [
-        f"transition: {program.transition} ({KINDS[program.transition].description})",
+        *str(made.report).splitlines(),
         f"on CPU and in float64 a call runs in PyTorch, chunks of {made.pytorch_chunk}",
         f"on a GPU a call with {of} in {str(dtype).removeprefix('torch.')} {made._outcome(reason)}",
     ]

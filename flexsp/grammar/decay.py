@@ -44,13 +44,19 @@ def fixed(log_decay: Sequence[float] | torch.Tensor | None = None) -> Decay:
     return Decay("fixed", log_decay=values)
 
 
-def gated(per_head: bool = True) -> Decay:
+def gated(per_head: bool = True, discretization: str = "euler") -> Decay:
     """A gate a token: the call's ``decay`` holds natural logarithms <= 0.
 
     [B, T, H] if ``per_head`` (simple GLA, Gated DeltaNet), else [B, T, H, K], one a key channel (GLA, KDA). Below -104
     (-800 for float64 inputs), also at -inf, a gate is a decay of 0 and has no gradient.
+
+    ``discretization="trapezoidal"`` is the rule of `exponential` with steps of 1: with the call's ``trap`` [B, T, H], a
+    weight before the sigmoid, l = sigmoid(trap), a token writes its product times l_t, and that of the token before,
+    which decays with the state, times 1 - l_t. For `transition.one_step_gd` and `transition.preconditioned_gd`.
     """
-    return Decay("gated", ("decay",), vector=not per_head)
+    trapezoidal = _trapezoidal("gated", discretization)
+    inputs = ("decay", "trap") if trapezoidal else ("decay",)
+    return Decay("gated", inputs, vector=not per_head, trapezoidal=trapezoidal)
 
 
 def exponential(data_dependent: bool = True, discretization: str = "euler") -> Decay:
@@ -63,12 +69,16 @@ def exponential(data_dependent: bool = True, discretization: str = "euler") -> D
     before the sigmoid, l = sigmoid(trap): a token writes its product times l_t dt_t, and that of the token before,
     which decays with the state, times (1 - l_t) dt_t. For `transition.one_step_gd` and `transition.preconditioned_gd`.
     """
-    if discretization not in ("euler", "trapezoidal"):
-        raise NotImplementedError(
-            f"decay.exponential(discretization={discretization!r}): only 'euler' and 'trapezoidal' are there"
-        )
-    if discretization == "euler":
+    if not _trapezoidal("exponential", discretization):
         return Decay("exponential", ("decay", "A") if data_dependent else ("A",))
     if not data_dependent:
         raise NotImplementedError("decay.exponential(discretization='trapezoidal') needs data_dependent=True")
     return Decay("exponential", ("decay", "A", "trap"), trapezoidal=True)
+
+
+def _trapezoidal(name: str, discretization: str) -> bool:
+    if discretization not in ("euler", "trapezoidal"):
+        raise NotImplementedError(
+            f"decay.{name}(discretization={discretization!r}): only 'euler' and 'trapezoidal' are there"
+        )
+    return discretization == "trapezoidal"

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FeatureMap", "elu", "identity", "relu", "rope"]
+import torch
+
+from flexsp.grammar.mapped import Mapped
+
+__all__ = ["FeatureMap", "elu", "identity", "map", "relu", "rope"]
 
 
 @dataclass(frozen=True)
 class FeatureMap:
     """A function of queries and keys; `inputs` are names of tensors that a call must give for it."""
 
-    kind: Literal["identity", "elu", "relu", "rope"]
+    kind: Literal["identity", "elu", "relu", "rope", "map"]
     inputs: tuple[str, ...] = ()
     base: float = 10000.0
+    function: Mapped | None = None
+
+    @property
+    def name(self) -> str:
+        """The kind, for people, with the function's name."""
+        return self.kind if self.function is None else f"{self.kind}({self.function.name})"
 
 
 def identity() -> FeatureMap:
@@ -30,6 +41,21 @@ def elu() -> FeatureMap:
 def relu() -> FeatureMap:
     """max(x, 0)."""
     return FeatureMap("relu")
+
+
+def map(fn: Callable[[torch.Tensor], torch.Tensor]) -> FeatureMap:
+    """fn(q) and fn(k), with ``fn`` of one's own: [..., K] to [..., M], a row at a time.
+
+    ``fn`` may be an `nn.Module`, which the caller registers and trains. It runs in PyTorch, in the dtype of q, to which
+    its result is cast. M is the K of all that follows: of states, of gates for each key channel, of ``scale`` if that
+    is None. ``fn`` must make the features of a token of that token alone, the same every time: what looks at other
+    tokens, or draws random numbers, raises ValueError at the first call of its sizes, but not in graphs of
+    torch.compile. Under ``sp`` gradients of its parameters are this rank's share, as of any module. With ``bitwise``
+    groups it must have no parameters.
+    """
+    if not callable(fn):
+        raise ValueError(f"fn: expected a function of a tensor [..., K], got {fn!r}")
+    return FeatureMap("map", function=Mapped(fn))
 
 
 def rope(data_dependent: bool = False, base: float = 10000.0) -> FeatureMap:

@@ -43,7 +43,7 @@ class FlexLinearAttention:
 
     Args:
         decay: from `flexsp.grammar.decay`: none (the default), fixed, gated, exponential.
-        features: from `flexsp.grammar.feature_map`: identity (the default), elu, relu, rope.
+        features: from `flexsp.grammar.feature_map`: identity (the default), elu, relu, rope, map.
         transition: from `flexsp.grammar.transition`: one_step_gd (the default), delta_rule, preconditioned_gd,
             temporal_difference, information, spectral, contrastive.
         custom_mask: a scalar function ``mask(i, j, g, ...)`` of the query's position i, the key's position j and
@@ -158,7 +158,7 @@ class FlexLinearAttention:
         With the tensors of a call (q, k, v and what else it brings) also what runs that call, which depends on sizes,
         dtype and device; only then are kernels promised. Nothing is sent to other ranks.
         """
-        lines = [f"{self.features.kind} features, {self.decay.kind} decay, {self.transition.kind}"]
+        lines = [f"{self.features.name} features, {self.decay.kind} decay, {self.transition.kind}"]
         lines[0] += f"; besides q, k and v: {', '.join(self.inputs) or 'nothing'}"
         lines += [x.explain() for x in (self.mask, self._custom, self._objective) if x is not None]
         lines += [] if self._objective is not None else self._engine()
@@ -183,6 +183,7 @@ class FlexLinearAttention:
 
     @torch.no_grad()
     def _what_runs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: dict[str, torch.Tensor]) -> str:
+        q, k = self._mapped(q, k)
         self._check(q, k, v, given)
         if self._on_the_diagonal_engine:
             kernels = q.is_cuda and q.dtype != torch.float64
@@ -249,6 +250,7 @@ class FlexLinearAttention:
                 transition and of some others are larger, see there.
         """
         check.check_flag("output_final_state", output_final_state)
+        rows, (q, k) = (q, k), self._mapped(q, k)
         self._check(q, k, v, given)
         group, sizes = resolve_sp(sp, keeps_bits=True), (q.shape[-2], q.shape[-1], v.shape[-1])
         check.check_cu_seqlens(cu_seqlens, None, q, "q", group)
@@ -258,7 +260,7 @@ class FlexLinearAttention:
         check.check_state("initial_state", initial_state, states, dims, q, cu_seqlens, group)
         scale = check.check_scale(scale, q.shape[-1])
         if group is not None and group.segment:
-            tokens = {"q": q, "k": k, "v": v} | given
+            tokens = {"q": rows[0], "k": rows[1], "v": v} | given
             return self._in_segments(group, tokens, scale, initial_state, output_final_state, cu_seqlens)
         dtype = v.dtype
         q, k, v = self._widened(q, k, v)
@@ -297,6 +299,8 @@ class FlexLinearAttention:
         name = type(self).__name__
         if self.mask is not None:
             raise NotAvailable(f"{name}: bitwise is not available for custom_mask, whose positions no state holds")
+        if self.features.function is not None and self.features.function.has_parameters:
+            raise NotAvailable(f"{name}: bitwise is not available for parameters of feature_map.map")
         chunk = getattr(self.transition, "block", None) or getattr(self._custom, "chunk_size", None) or 1
         if chunk > 1 and cu_seqlens is not None:
             raise NotAvailable(f"{name}: bitwise is not available for documents whose chunks are part of the model")
@@ -456,6 +460,11 @@ class FlexLinearAttention:
         if len(self.decay.log_decay) != H:
             raise ValueError(f"decay.fixed: expected {H} values, one a head, got {len(self.decay.log_decay)}")
         return None, torch.tensor(self.decay.log_decay, device=q.device, dtype=wide)
+
+    def _mapped(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k with the features of `feature_map.map`, from which on their K is that of the features."""
+        made = self.features.function
+        return (q, k) if made is None else (made("q", q), made("k", k))
 
     def _map(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         """q or k with features."""

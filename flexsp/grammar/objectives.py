@@ -16,6 +16,7 @@ from flexsp.grammar.decay import Decay
 from flexsp.grammar.engines import Call, compiled, on_diagonal, running_weights, runs_compiled
 from flexsp.grammar.feature_map import FeatureMap
 from flexsp.kernels.rotary import rotate
+from flexsp.ops import _delta as delta
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_gated_delta_product
 from flexsp.ops._rows import Turns, own_products, products, value_rows
@@ -23,7 +24,8 @@ from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
 __all__ = [
-    "Contrastive", "DeltaSteps", "Information", "Objective", "Rows", "Spectral", "TemporalDifference", "Transition",
+    "Contrastive", "DeltaRows", "DeltaSteps", "Information", "Objective", "Rows", "Spectral", "TemporalDifference",
+    "Transition",
 ]  # fmt: skip
 
 Tensor = torch.Tensor
@@ -50,7 +52,7 @@ class Transition:
     def engine(self, decay: Decay, features: FeatureMap, masked: bool) -> Objective | None:
         """The transition itself if it takes several steps beside these components, None if a single program runs it."""
         if decay.trapezoidal:
-            self._refuse("decay.exponential(discretization='trapezoidal')")
+            self._refuse(f"decay.{decay.kind}(discretization='trapezoidal')")
         return None
 
     def _refuse(self, what: str, why: str = "") -> NoReturn:
@@ -101,7 +103,7 @@ class Rows(Objective):
     """One gradient step with several rows a token, the trapezoidal rule or a diagonal preconditioner.
 
     With the weights gamma_t = l_t dt_t of a token's own products and eta_t = (1 - l_t) dt_t of those before it
-    (Mamba-3; gamma_t = dt_t or 1 and eta_t = 0 by Euler's rule), summed over the rows j:
+    (Mamba-3; dt_t = 1 without steps; gamma_t = dt_t and eta_t = 0 by Euler's rule), summed over the rows j:
 
         S_t = e^{g_t} (S_{t-1} + eta_t k_{t-1} x_{t-1}^T) + gamma_t k_t x_t^T
         P_t = e^{g_t} (P_{t-1} + eta_t k_{t-1}^2) + gamma_t k_t^2
@@ -124,7 +126,7 @@ class Rows(Objective):
         if decay.vector and self.rank > 1:
             self._refuse(f"mimo_rank={self.rank} and a gate for each key channel")
         if self.at == "write" and decay.trapezoidal:
-            self._refuse("at='write' and decay.exponential(discretization='trapezoidal')")
+            self._refuse(f"at='write' and decay.{decay.kind}(discretization='trapezoidal')")
         return replace(self, trapezoidal=decay.trapezoidal)
 
     def shapes(self, q: Tensor, v: Tensor) -> Shapes:
@@ -210,7 +212,8 @@ class Rows(Objective):
         if self.trapezoidal and call.gate is not None:
             start = None if last_keys is None else last_keys.square().sum(1)
             before = previous(squares, call.cu_seqlens, call.group, start)
-            new = new + (call.gate.exp() * eta).unsqueeze(-1) * before
+            gate = call.gate if call.gate.dim() == 4 else call.gate.unsqueeze(-1)
+            new = new + gate.exp() * eta.unsqueeze(-1) * before
         return running_weights(call, new, call.last_column, f"FlexLinearAttention {self.kind}, P")
 
     def _together(
@@ -327,6 +330,50 @@ class DeltaSteps(Objective):
             output_final_state=call.want_final, cu_seqlens=call.cu_seqlens,
             sp=False if call.group is None else call.group,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeltaRows(Objective):
+    """R steps of the delta rule a token, of values m^(j) v_t, and R queries that read the state after the last one.
+
+    Between its R keys and its R queries a token has R - 1 rows that change nothing: queries stand at the last key and
+    behind it. So it runs as a delta rule of 2 R - 1 rows a token.
+    """
+
+    kind: str = "delta_rule"
+    inputs: tuple[str, ...] = ("beta", "mimo_x")
+
+    def shapes(self, q: Tensor, v: Tensor) -> Shapes:
+        H, V = q.shape[-2], v.shape[-1]
+        return super().shapes(q, v) | {"mimo_x": ((H, self.rank, V), "[H, R, V]")}
+
+    def check(self, q: Tensor, v: Tensor) -> None:
+        check.check_head_sizes({"v": v.shape[-1]}, q=q.shape[-1])
+
+    def explain(self) -> str:
+        return (
+            f"runs what chunk_gated_delta_rule does, {2 * self.rank - 1} rows a token: {self.rank} keys, and "
+            f"{self.rank} queries at the last of them and behind it; the state holds K x V"
+        )
+
+    def runs(self, call: Call) -> str:
+        return "runs what chunk_gated_delta_rule does"
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        (B, T), (H, K, V), rows = call.q.shape[:2], call.sizes, 2 * self.rank - 1
+        v = value_rows(call.values, call.given["mimo_x"]).to(call.v.dtype)
+        beta = call.given["beta"].unsqueeze(2).expand(B, T, self.rank, H)
+        behind = rows - self.rank
+        keys = {"k": pad(call.k, (0, 0, 0, 0, 0, behind)), "v": pad(v, (0, 0, 0, 0, 0, behind))}
+        keys |= {"beta": pad(beta, (0, 0, 0, behind))}
+        tokens = {"q": call.q} | {name: x.flatten(1, 2) for name, x in keys.items()}
+        name = "deltanet"
+        if call.gate is not None:
+            name, tokens["g"] = "gated_deltanet" if call.gate.dim() == 3 else "vector_gated_delta", call.gate
+        options = delta.Call(
+            call.initial, call.want_final, cu_seqlens=call.cu_seqlens, sp=False if call.group is None else call.group
+        )
+        return delta.run(name, delta.Heads(B, T, H, H, K, V), tokens, call.scale, options, rows, self.rank)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from flexsp.exceptions import check_integer, check_number
 from flexsp.grammar.objectives import (
     Contrastive,
+    DeltaRows,
     DeltaSteps,
     Information,
     Rows,
@@ -32,14 +33,14 @@ def one_step_gd(mimo_rank: int = 1) -> Transition:
     outputs are [B, T, R, H, V]. Under ``sp`` the gradient of ``mimo_x`` is this rank's share. Not with a gate for each
     key channel.
 
-    With `decay.exponential(discretization="trapezoidal")` the state is [N, H, K + 1, V + R]: R columns with the last
-    token's keys, with features, and a row with its v; the corner is 0 and is not read.
+    With ``discretization="trapezoidal"`` of `decay.gated` or `decay.exponential` the state is [N, H, K + 1, V + R]: R
+    columns with the last token's keys, with features, and a row with its v; the corner is 0 and is not read.
     """
     rank = check_integer("mimo_rank", mimo_rank, least=1)
     return Rows("one_step_gd", ("mimo_x",) if rank > 1 else (), rank)
 
 
-def delta_rule(steps: int = 1) -> Transition:
+def delta_rule(steps: int = 1, mimo_rank: int = 1) -> Transition:
     """S_t = S' + beta_t k_t (v_t - k_t S')^T; the call's ``beta`` is [B, T, H].
 
     Keys should have length 1 and beta lie in 0..2, else the state grows.
@@ -47,8 +48,18 @@ def delta_rule(steps: int = 1) -> Transition:
     With ``steps`` n > 1 (Siems et al. 2025, DeltaProduct) k is [B, T, n, H, K], v [B, T, n, H, V] and beta
     [B, T, n, H]: a token decays the state once, takes such a step for each of its keys in turn, and is read after the
     last one. Not with `feature_map.rope`.
+
+    With ``mimo_rank`` R > 1 q and k are [B, T, R, H, K], and the call's ``mimo_x`` [H, R, V] holds factors of v, as in
+    `one_step_gd`: a token decays the state once and takes a step for each row j of k in turn, with the value
+    mimo_x^(j) v and the token's beta. Then each row of q reads the state; outputs are [B, T, R, H, V]. It runs as a
+    delta rule of 2 R - 1 rows a token. Under ``sp`` the gradient of ``mimo_x`` is this rank's share. Not beside several
+    ``steps``.
     """
-    n = check_integer("steps", steps, least=1)
+    n, rank = check_integer("steps", steps, least=1), check_integer("mimo_rank", mimo_rank, least=1)
+    if n > 1 and rank > 1:
+        raise NotImplementedError(f"transition.delta_rule(steps={n}, mimo_rank={rank}): only one may be above 1")
+    if rank > 1:
+        return DeltaRows(rank=rank)
     return Transition("delta_rule", ("beta",)) if n == 1 else DeltaSteps(steps=n)
 
 

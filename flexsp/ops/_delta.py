@@ -203,12 +203,14 @@ def _sizes(heads: Heads) -> Heads:
 
 
 def run(
-    name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1
+    name: str, heads: Heads, tokens: dict[str, Tensor], scale: float | None, call: Call, steps: int = 1, reads: int = 1
 ) -> tuple[Tensor, Optional]:  # fmt: skip
     """Runs the program flexsp.variants.NAME on what `prepared` returned.
 
     Args:
         steps: keys of a token. `heads.T` and ``cu_seqlens`` count tokens, not keys.
+        reads: queries of a token, [B, T, reads, H, K], which read after its last ``reads`` keys; outputs are
+            [B, T, reads, HV, V]. With 1 there is no such axis.
     """
     q, heads = tokens["q"], _sizes(heads)
     on_engine = _on_engine(heads, q)  # its kernels read grouped heads, divide by norms, and clamp gates
@@ -222,7 +224,7 @@ def run(
     if "g" in tokens and not on_engine:
         tokens = tokens | {"g": clamped(tokens["g"], q)}
     # Kernels for gates of channels have a token's key, query and gate in one row.
-    apart = steps > 1 and (not on_engine or name == "vector_gated_delta")
+    apart = steps > 1 and (not on_engine or name == "vector_gated_delta" or reads > 1)
     if apart:
         tokens = tokens | _by_key(tokens, steps)
     if name == "deltanet":
@@ -237,13 +239,16 @@ def run(
     tokens = {x: blocks.values(t) if x == "v" else t if x in "qk" else blocks.repeated(t) for x, t in tokens.items()}
     o, final = run_program(name, sizes, tokens, blocks.states(initial), bounds, group)
     o, final = blocks.outputs(o), blocks.joined(final)
+    if reads > 1:
+        return o.unflatten(1, (heads.T, steps))[:, :, steps - reads :], final_state(final, call)
     return o[:, steps - 1 :: steps] if apart else o, final_state(final, call)
 
 
 def _by_key(tokens: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
-    """Queries and gates with one row a key. Zeros fill the other rows: a token's query stands at its last key, its gate
-    at its first."""
-    found = {"q": F.pad(tokens["q"].unsqueeze(2), (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2)}
+    """Queries and gates with one row a key. Zeros fill the other rows: a token's queries stand at its last keys, its
+    gate at its first."""
+    q = tokens["q"] if tokens["q"].dim() == 5 else tokens["q"].unsqueeze(2)
+    found = {"q": F.pad(q, (0, 0, 0, 0, steps - q.shape[2], 0)).flatten(1, 2)}
     if "g" in tokens:
         g = tokens["g"]
         found["g"] = F.pad(g.unsqueeze(2), (*(0, 0) * (g.dim() - 2), 0, steps - 1)).flatten(1, 2)

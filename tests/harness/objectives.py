@@ -42,6 +42,16 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "rows, fixed": lambda: model(decay.fixed(), transition.one_step_gd(mimo_rank=R), feature_map.elu()),
     "trapezoid": lambda: model(decay.exponential(**TRAPEZOID), transition.one_step_gd()),
     "mamba3": lambda: model(decay.exponential(**TRAPEZOID), transition.one_step_gd(mimo_rank=R), ROPE),
+    "trapezoid, gates": lambda: model(decay.gated(discretization="trapezoidal"), transition.one_step_gd()),
+    "trapezoid, gates, rows": lambda: model(
+        decay.gated(discretization="trapezoidal"), transition.one_step_gd(mimo_rank=R), ROPE
+    ),
+    "trapezoid, a gate a channel, read": lambda: model(
+        decay.gated(per_head=False, discretization="trapezoidal"), READ
+    ),
+    "mamba3, a gate a channel": lambda: model(
+        decay.gated(per_head=False, discretization="trapezoidal"), transition.one_step_gd(), feature_map.rope()
+    ),
     "trapezoid, read": lambda: model(decay.exponential(**TRAPEZOID), READ),
     "mamba3, read": lambda: model(
         decay.exponential(**TRAPEZOID), transition.preconditioned_gd(eps=0.1, mimo_rank=R), ROPE
@@ -58,6 +68,12 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
     "steps, no decay": lambda: model(decay.none(), transition.delta_rule(2)),
     "steps, exponential": lambda: model(decay.exponential(), transition.delta_rule(2)),
     "steps, fixed": lambda: model(decay.fixed(), transition.delta_rule(2)),
+    "delta rows": lambda: model(decay.gated(), transition.delta_rule(mimo_rank=R)),
+    "delta rows, a gate a channel": lambda: model(
+        decay.gated(per_head=False), transition.delta_rule(mimo_rank=2), feature_map.elu()
+    ),
+    "delta rows, no decay": lambda: model(decay.none(), transition.delta_rule(mimo_rank=2)),
+    "delta rows, rope": lambda: model(decay.exponential(), transition.delta_rule(mimo_rank=2), ROPE),
     "contrastive": lambda: model(decay.gated(), transition.contrastive(block=5)),
     "contrastive, large blocks": lambda: model(
         decay.gated(per_head=False), transition.contrastive(block=64, temperature=0.5)
@@ -66,7 +82,8 @@ MODELS: dict[str, Callable[[], FlexLinearAttention]] = {
 }  # fmt: skip
 QUICK = (
     "spectral", "read", "read, steps", "write", "mamba3, read", "difference, bootstrapped", "information",
-    "contrastive", "steps, exponential", "steps, a gate a channel",
+    "contrastive", "trapezoid, a gate a channel, read", "steps, exponential", "steps, a gate a channel",
+    "delta rows", "delta rows, rope",
 )  # fmt: skip
 
 
@@ -310,6 +327,11 @@ def compare(parts: list[Tensors], whole: Tensors, bound: float) -> None:
 
 def delta_step(what: FlexLinearAttention, x: Tensors, a: torch.Tensor, M: torch.Tensor) -> tuple[Any, Any]:
     S, n = a.unsqueeze(-1) * M, what.transition.steps
+    if what.transition.rank > 1:
+        v = x["v"] * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else x["v"]
+        for j, k in enumerate(x["k"].unbind(1)):
+            S = S + outer(x["beta"].unsqueeze(-1) * k, x["mimo_x"][:, j] * v - read(k, S))
+        return K**-0.5 * read(x["q"], S.unsqueeze(1)), S
     for k, v, beta in zip(*(x[key].unbind(1) if n > 1 else [x[key]] for key in ("k", "v", "beta")), strict=True):
         v = v * x["decay"].unsqueeze(-1) if what.decay.kind == "exponential" else v
         S = S + outer(beta.unsqueeze(-1) * k, v - read(k, S))

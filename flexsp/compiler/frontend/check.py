@@ -1,6 +1,7 @@
 """Stage 2: checks the three functions, from their graphs and by runs on small random chunks in float64.
 
-It classifies how `decay` acts on the state, which decides what ranks exchange, and checks that `merge` is causal.
+It classifies how `decay` acts on the state, which decides what ranks exchange, checks that `merge` is causal and that
+results do not depend on where chunks end, and reports what it measured.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -21,10 +22,12 @@ from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, KERNELS_OWN, OURS, STATE, ConstExpr, InputMeta, Size
 from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
-from flexsp.compiler.frontend.program import Program, call, has_parts
+from flexsp.compiler.frontend.program import Functions, Program, call, has_parts
+from flexsp.compiler.frontend.report import CheckReport, Measured
 from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
+from flexsp.exceptions import check_integer, fail
 
-__all__ = ["SECOND_MATRIX", "check", "program_of"]
+__all__ = ["SECOND_MATRIX", "check", "functions_of"]
 
 Tensors = dict[str, torch.Tensor]
 Values = dict[str, "torch.Tensor | float"]
@@ -36,45 +39,74 @@ _CUT, _LONG = 3, 8  # tokens: one chunk of 8 must equal a chunk of 3 and one of 
 _BREADTHS: tuple[str, ...] = ("none", "scalar", "vector", "elementwise")
 
 
-def program_of(meta: InputMeta, cuts_matter: bool, *modes: Callable[..., torch.Tensor]) -> Program:
-    """Traces and checks the functions. If ``cuts_matter``, results may depend on where chunks end."""
+def functions_of(meta: InputMeta, fixed_chunks: bool, *modes: Callable[..., torch.Tensor]) -> Functions:
+    """Traces the three functions. With ``fixed_chunks``, results may depend on where chunks end."""
     inputs = {*meta.tokens, *meta.params, *meta.numbers}
     for name in (*meta.tokens, *meta.params):
         if reserved := _reserved(name, meta):
             raise CompileError("input_meta", name, f"expected another name: {reserved}")
     untransformed("making a variant", "make it, or call what makes it, once before")
 
-    def make() -> Program:
+    def make() -> Functions:
         chunk = trace(modes[0], "chunk_mode", inputs, meta.numbers)
         after_chunk = {*inputs, CHUNK_STATE, *chunk.cached}
         decay = trace(modes[1], "decay_mode", {*after_chunk, STATE}, meta.numbers)
-        return check(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers), cuts_matter)
+        return Functions(meta, chunk, decay, trace(modes[2], "merge_mode", after_chunk, meta.numbers), fixed_chunks)
 
     return one_at_a_time(make, getattr(modes[2], "__name__", "merge"))
 
 
-def check(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, cuts_matter: bool = False) -> Program:
-    """Checks arguments, shapes and causality, and classifies `decay`; CompileError says what is wrong.
+class _Made(Protocol):
+    """A `LinearAttention`."""
 
-    If ``cuts_matter``, results may depend on where chunks end; the caller then has to keep shards on edges of chunks.
+    @property
+    def program(self) -> Program: ...
+
+
+def check(program: _Made | Functions, seed: int = 0) -> CheckReport:
+    """Runs a program's three functions on small random chunks in float64 and says what it measured.
+
+    The constructor of `LinearAttention` calls this function with ``seed`` 0 and keeps the report as ``report``. A test
+    of one's own may call it with other seeds. It computes on the CPU, for less than a second, and makes no
+    kernels. It checks arguments and shapes; that outputs do not depend on later tokens; that one chunk gives what the
+    same tokens in two chunks give; how the state's update depends on the state, which decides what ranks exchange; and
+    that exponentials do not overflow above the diagonal where an input is -400 or 400. That ``chunk_mode`` and
+    ``merge_mode`` say what one means, only a comparison with a loop over tokens shows.
+
+    Args:
+        program: a `LinearAttention`.
+        seed: of the random chunks.
+
+    Raises:
+        CompileError: what the constructor raises; names function, line and remedy.
+        ValueError: ``program`` is no `LinearAttention`, or ``seed`` no number of 0 or more.
     """
-    _check_arguments(meta, chunk, decay, merge)
-    given, other = _given_sizes(meta), _other_sizes(meta)
+    given = getattr(program, "program", program)
+    if not isinstance(given, Functions):
+        fail("program", "a flexsp.compiler.LinearAttention", type(program).__name__)
+    first = check_integer("seed", seed, least=0)
+    return one_at_a_time(lambda: _checked(given, first), given.merge.name)
+
+
+def _checked(given: Functions, seed: int) -> CheckReport:
+    _check_arguments(given)
+    small, other = _given_sizes(given.meta), _other_sizes(given.meta)
     modes = torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False)
     with modes[0], modes[1], modes[2], modes[3]:
-        if not _are_small(meta, given):
+        if not _are_small(given.meta, small):
             try:
-                return _Probe(meta, chunk, decay, merge, other).program(given, cuts_matter)
+                return _Probe(given, other, seed).report(small)
             except CompileError:
-                return _Probe(meta, chunk, decay, merge, given).program(other, cuts_matter)
-        return _Probe(meta, chunk, decay, merge, given).program(other, cuts_matter)
+                return _Probe(given, small, seed).report(other)
+        return _Probe(given, small, seed).report(other)
 
 
 def _shape(shape: torch.Size) -> str:
     return str(list(shape))
 
 
-def _check_arguments(meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced) -> None:
+def _check_arguments(given: Functions) -> None:
+    meta, chunk, decay, merge = given.meta, given.chunk, given.decay, given.merge
     inputs = {**meta.tokens, **meta.params, **meta.numbers}
     for role, traced, more in (
         ("chunk_mode", chunk, set()),
@@ -165,15 +197,17 @@ class _Run:
 class _Probe:
     """Runs the functions at one choice of sizes. `signs`: 0 draws normal numbers for an input, 1 and -1 of one sign."""
 
-    def __init__(self, meta: InputMeta, chunk: Traced, decay: Traced, merge: Traced, sizes: dict[str, int]) -> None:
-        self.meta, self.chunk, self.decay, self.merge, self.sizes = meta, chunk, decay, merge, sizes
-        self.made = torch.Generator(device="cpu").manual_seed(0)
-        self.shapes = {name: [_CHUNK, *_numbers(x.shape[2:], sizes)] for name, x in meta.tokens.items()}
-        self.shapes |= {name: _numbers(x.shape[1:], sizes) for name, x in meta.params.items()}
-        self.shapes[STATE] = _numbers(meta.state_sizes, sizes)
+    def __init__(self, given: Functions, sizes: dict[str, int], seed: int = 0) -> None:
+        self.given, self.sizes, self.seed = given, sizes, seed
+        self.meta, self.chunk, self.decay, self.merge = given.meta, given.chunk, given.decay, given.merge
+        self.made = torch.Generator(device="cpu").manual_seed(seed)
+        self.shapes = {name: [_CHUNK, *_numbers(x.shape[2:], sizes)] for name, x in self.meta.tokens.items()}
+        self.shapes |= {name: _numbers(x.shape[1:], sizes) for name, x in self.meta.params.items()}
+        self.shapes[STATE] = _numbers(self.meta.state_sizes, sizes)
         self.signs = dict.fromkeys(self.shapes, 0)
+        self.measured = Measured()
 
-    def program(self, other: dict[str, int], cuts_matter: bool) -> Program:
+    def report(self, other: dict[str, int]) -> CheckReport:
         """Runs all checks. `other` are second sizes, which tell which of the sizes the output has."""
         base = self._first()
         if base.o.dim() != 2 or base.o.shape[0] != _CHUNK:
@@ -183,12 +217,15 @@ class _Probe:
         self._check_overflow()
         kind, linear = self._classify(base)
         error = self._disagreement(kind)
-        if error is not None and not cuts_matter:
+        if error is not None and not self.given.fixed_chunks:
             raise error
         sizes, text = self._value_sizes(base, other), None if error is None else str(error)
-        program = Program(self.meta, self.chunk, self.decay, self.merge, kind, linear, sizes, disagrees=text)
+        program = Program(
+            self.meta, self.chunk, self.decay, self.merge, self.given.fixed_chunks, kind, linear, sizes, disagrees=text
+        )
         self._rehearse(program)
-        return program
+        self._add_zeros()
+        return CheckReport.of(program, self.measured, self.sizes, self.seed)
 
     def _number(self, shape: list[int], sign: int) -> torch.Tensor:
         if sign == 0:
@@ -239,6 +276,7 @@ class _Probe:
                 assert isinstance(x, torch.Tensor)
                 new = torch.cat([x[:j], self._number(self.shapes[name], self.signs[name])[j:]])
                 again = self._run({**base.values, name: new}, base.state).o
+                self.measured.leak = max(self.measured.leak, float((again[:j] - base.o[:j]).abs().max()))
                 if not torch.allclose(again[:j], base.o[:j], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
                     text = (
                         f"not causal: token {j} of {name!r} changes the output of earlier tokens, computed at "
@@ -255,10 +293,11 @@ class _Probe:
             values[name] = torch.full(self.shapes[name], strong, dtype=torch.float64)
             leaves = [x.requires_grad_() for x in (*values.values(), state) if isinstance(x, torch.Tensor)]
             run = self._run(values, state)
-            at = _overflow(self.chunk, run.values) or _overflow(self.merge, run.values | {CHUNK_STATE: state})
-            if at is None:
-                continue
             if run.finite and _finite_gradients(run.F.sum() + run.after.sum() + run.o.sum(), leaves):
+                continue
+            at = _overflow(self.chunk, run.values) or _overflow(self.merge, run.values | {CHUNK_STATE: state})
+            if at is None:  # it grows there, as by a positive gate: no mistake of the functions
+                self.measured.grows += ((name, strong),)
                 continue
             role, traced = ("chunk_mode", self.chunk) if at in self.chunk.graph.nodes else ("merge_mode", self.merge)
             text = (
@@ -278,9 +317,10 @@ class _Probe:
         elementwise = dense = by_row = True
         for run in (base, *self._further()):
             X = self._number(self.shapes[STATE], 0) * inside
-            affine, is_elementwise, is_dense = _acts(self.decay, linear, run, X, aligned, inside)
-            if not affine:
+            apart, is_elementwise, is_dense = _acts(self.decay, linear, run, X, aligned, inside)
+            if not apart <= _TOLERANCE:
                 return "sequential", None
+            self.measured.affine = max(self.measured.affine, apart)
             elementwise, dense = elementwise and is_elementwise, dense and is_dense
             by_row = by_row and (flow.breadth != PARTS or _by_row(linear, run, inside))
         if aligned and elementwise:
@@ -333,16 +373,32 @@ class _Probe:
             second = self._run(self._part(values, _CUT, _LONG), first.after)
             if not (whole.finite and first.finite and second.finite):
                 continue
+            o = torch.cat([first.o, second.o])
+            for x, y in ((second.after, whole.after), (o, whole.o)):
+                self.measured.cuts = max(self.measured.cuts or 0.0, _relative(x, y))
             apart = _difference(second.after, whole.after)
             if apart:
                 of_chunk = kind != "sequential" and self._factors_agree(whole, first, second)
                 role, traced = ("chunk_mode", self.chunk) if of_chunk else ("decay_mode", self.decay)
                 return CompileError(role, traced.name, _ABOUT_CUTS.format("the state", apart, traced.line))
-            apart = _difference(torch.cat([first.o, second.o]), whole.o)
+            apart = _difference(o, whole.o)
             if apart:
                 text = _ABOUT_CUTS.format("outputs", apart, self.merge.line)
                 return CompileError("merge_mode", self.merge.name, text)
         return None
+
+    def _add_zeros(self) -> None:
+        """Measures what tokens of zeros, as batches are padded with, do to the state."""
+        values, state = self._draw(self.signs, tokens=_LONG)
+        state = state * _parts(self.decay, state)
+        padded = {name: x for name, x in values.items() if name not in self.meta.tokens}
+        for name in self.meta.tokens:
+            x = values[name]
+            assert isinstance(x, torch.Tensor)
+            padded[name] = torch.cat([x[:_CUT], torch.zeros_like(x[_CUT:])])
+        without, with_zeros = (self._run(x, state).after for x in (self._part(values, 0, _CUT), padded))
+        if bool(without.isfinite().all() and with_zeros.isfinite().all()):
+            self.measured.zeros = _relative(with_zeros, without)
 
     def _part(self, values: Values, begin: int, end: int) -> Values:
         return {name: x[begin:end] if name in self.meta.tokens else x for name, x in values.items()}  # type: ignore[index]
@@ -357,7 +413,7 @@ class _Probe:
         """The ConstExpr that the output's width equals at both choices of sizes, else the width as a number."""
         known = [size for shape in _tails(self.meta) for size in reversed(shape)]
         widths = [(self.sizes, base.o.shape[1])]
-        second = _Probe(self.meta, self.chunk, self.decay, self.merge, other)
+        second = _Probe(self.given, other)
         with contextlib.suppress(CompileError):
             widths.append((other, second._run(*second._draw(self.signs)).o.shape[1]))
         fits = [size for size in known if all(_numbers([size], sizes) == [n] for sizes, n in widths)]
@@ -429,9 +485,14 @@ def _finite_gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> bool:
     return all(bool(x.isfinite().all()) for x in grads if x is not None)
 
 
-def _close(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> bool:
+def _apart(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number of the three if that is above 1."""
     scale = max(1.0, *(float(z.abs().max()) for z in (x, y, like) if z.numel()))
-    return bool(((x - y).abs() <= _TOLERANCE * scale).all())
+    return float((x - y).abs().max()) / scale if x.numel() else 0.0
+
+
+def _close(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor) -> bool:
+    return _apart(x, y, like) <= _TOLERANCE
 
 
 _ABOUT_CUTS = (
@@ -441,11 +502,16 @@ _ABOUT_CUTS = (
 )
 
 
-def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest difference, relative to the largest number; 0 if rounding explains it."""
+def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number."""
     most = max(float(x.abs().max()), float(y.abs().max())) if x.numel() else 0.0
-    apart = float((x - y).abs().max()) if x.numel() else 0.0
-    return apart / most if apart > _TOLERANCE * most + 1e-12 else 0.0
+    return float((x - y).abs().max()) / most if most else 0.0
+
+
+def _difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """`_relative`; 0 if rounding explains it."""
+    most = max(float(x.abs().max()), float(y.abs().max())) if x.numel() else 0.0
+    return _relative(x, y) if most and _relative(x, y) * most > _TOLERANCE * most + 1e-12 else 0.0
 
 
 SECOND_MATRIX = (
@@ -487,19 +553,21 @@ def _by_row(linear: Traced, run: _Run, inside: torch.Tensor) -> bool:
 
 def _acts(
     decay: Traced, linear_part: Traced, run: _Run, X: torch.Tensor, aligned: bool, inside: torch.Tensor
-) -> tuple[bool, bool, bool]:
-    """Whether decay is affine in the state, whether it is elementwise, and whether it is a matrix from the left.
+) -> tuple[float, bool, bool]:
+    """How far decay is from affine in the state, whether it is elementwise, and whether it is a matrix from the left.
 
     The third is not computed if decay is elementwise and `aligned`. Only numbers `inside` a part count.
     """
     state, step, linear = run.state * inside, partial(_step, decay, run), partial(_step, linear_part, run)
-    zero = torch.zeros_like(state)
+    zero, most = torch.zeros_like(state), 0.0
     for S in (X, state, 3 * X - 2 * state):
-        if not _close(step(S) - step(zero), linear(S), step(S)):
-            return False, False, False
+        apart = _apart(step(S) - step(zero), linear(S), step(S))
+        if not apart <= _TOLERANCE:
+            return apart, False, False
+        most = max(most, apart)
     elementwise = _close(linear(X), linear(torch.ones_like(state)) * X, X)
     if state.dim() != 2 or (aligned and elementwise):
-        return True, elementwise, False
+        return most, elementwise, False
     eye = torch.eye(state.shape[0], dtype=state.dtype)
     A = torch.stack([linear(row.unsqueeze(1).expand_as(state))[:, 0] for row in eye], dim=1)
-    return True, elementwise, _close(linear(X), (A @ X) * inside, X)
+    return most, elementwise, _close(linear(X), (A @ X) * inside, X)

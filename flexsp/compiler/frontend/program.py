@@ -1,4 +1,4 @@
-"""`Program`: three traced functions and what `check` found out about them. All later stages read it."""
+"""`Functions`, three traced functions, and `Program`, what `check` found out about them. All later stages read it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from flexsp.compiler.frontend.meta import InputMeta, Part, Size
 from flexsp.compiler.frontend.running_sums import with_wide_sums
 from flexsp.compiler.frontend.trace import Traced
 
-__all__ = ["Program", "call", "has_parts", "widths"]
+__all__ = ["Functions", "Program", "call", "has_parts", "widths"]
 
 
 @dataclass(frozen=True)
-class Program:
-    """Three traced functions, with what `flexsp.compiler.frontend.check` found out about them."""
+class Functions:
+    """Three traced functions of the inputs in `meta`, not checked yet."""
 
     meta: InputMeta
     chunk: Traced
     decay: Traced
     merge: Traced
+    fixed_chunks: bool  # the user says where chunks end, so results may depend on it
+
+
+@dataclass(frozen=True)
+class Program(Functions):
+    """Three traced functions, with what `flexsp.compiler.frontend.check` found out about them."""
+
     transition: str
     linear: Traced | None  # A S of decay's S' = A S + F, or S + a of max(S + a, F); None if decay is neither
     value_sizes: tuple[Size, ...]  # sizes of one token's output; a number if no input has this size

@@ -83,8 +83,8 @@ def refusal(
 
     `sizes` are the inputs' sizes by name.
     """
-    if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
-        return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
+    if (old := old_assembler(on_gpu)) is not None:
+        return old
     try:
         # Asked first: what is generated is derived when it is first read, which takes seconds.
         if any(x.serves(code, inputs) for x in code.program.lowerings):
@@ -92,6 +92,13 @@ def refusal(
     except NotEmittable as error:  # a lowering that reads it
         return str(error)
     return not_generated(code, sizes, inputs[next(iter(code.program.meta.tokens))][0])
+
+
+def old_assembler(on_gpu: bool) -> str | None:
+    """Why kernels that are compiled here are not to be trusted, or None."""
+    if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
+        return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
+    return None
 
 
 def not_generated(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:

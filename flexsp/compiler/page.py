@@ -10,7 +10,6 @@ import torch
 from flexsp.compiler.frontend.meta import ConstExpr
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.exceptions import check_flag
-from flexsp.scan.transitions import KINDS
 
 __all__ = ["page", "short"]
 

@@ -20,6 +20,7 @@ from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
 from flexsp.grammar.engines import Call, on_diagonal
 from flexsp.grammar.feature_map import FeatureMap, identity
+from flexsp.grammar.objectives import Rows
 from flexsp.grammar.rope import Angles, split_angle
 from flexsp.grammar.transition import Transition, one_step_gd
 from flexsp.kernels import gates
@@ -196,6 +197,12 @@ class FlexLinearAttention:
         return self.transition.kind == "one_step_gd" and self._objective is None and not self.decay.vector and plain
 
     @property
+    def _turned_by_the_engine(self) -> bool:
+        """Whether the diagonal engine gives the gradients of angles by which q and k are turned."""
+        of_rows = isinstance(self._objective, Rows) and not self._keeps_angle
+        return self.features.kind == "rope" and (self._on_the_diagonal_engine or of_rows)
+
+    @property
     def _keeps_angle(self) -> bool:
         """Whether the state has one more column, the angle of `feature_map.rope` (flexsp/grammar/rope.py)."""
         return self.features.kind == "rope" and (self.decay.vector or not self.transition.turns_with_keys)
@@ -262,9 +269,11 @@ class FlexLinearAttention:
         if self._keeps_angle:
             initial_state, before = split_angle(initial_state, sizes[1])
         angles, turned, own = self._angles(q, given, before, cu_seqlens, group), None, None
-        if angles is not None and "theta" in given and self._on_the_diagonal_engine:
-            reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))
-            turned, own = angles.taken(), scale * (reads * keys).sum(-1)
+        if angles is not None and "theta" in given and self._turned_by_the_engine:
+            turned = angles.taken()
+            if self._objective is None:
+                reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))
+                own = scale * (reads * keys).sum(-1)
         q, k = self._map(q, angles), self._map(k, angles)
         call = Call(
             q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback,
@@ -272,7 +281,7 @@ class FlexLinearAttention:
         )
         o, final = self._run(call)
         if angles is not None and output_final_state:
-            o, final = angles.finish(o, final)
+            o, final = angles.finish(o, final, sizes[2])
         if group is not None and several:
             _, o, final = share_backward(group, o, final)
         return o.to(dtype), final if output_final_state else None

@@ -176,9 +176,9 @@ class Rows(Objective):
         narrow = torch.float32 if self.eps is not None and call.q.dtype == torch.float16 else call.q.dtype
         rows = (reads, written * (gamma + eta)[:, :, None, :, None], x)
         q, k, v = (row.to(narrow) for row in rows)
-        o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}")
+        o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}", call.turned)
         if self.rank > 1 or self.trapezoidal:
-            o = o + own_products(call.scale * reads, written, x, gamma, eta)
+            o = o + own_products(call.scale * reads, written, x, gamma, eta, strict=call.turned is not None)
             o = without_tail(o, call.cu_seqlens, call.group)
         final = None
         if call.want_final:

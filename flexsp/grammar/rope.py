@@ -43,7 +43,7 @@ class Angles:
         if K % 2:
             raise ValueError(f"q: feature_map.rope expected an even K, got {K}")
         self.kept, self._K, self._T = kept, K, T
-        self._cu_seqlens, self._sp = cu_seqlens, sp
+        self._cu_seqlens, self._sp, self._taken = cu_seqlens, sp, False
         exponents = -torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K
         self._speed = None if theta is not None else base**exponents  # radians a position
         self._sums: Optional = None
@@ -68,7 +68,7 @@ class Angles:
     def taken(self) -> Tensor:
         """The turns of tokens [B, T, H, K/2], for one who gives their gradient: from now on `turn` gives none."""
         assert self._sums is not None
-        self._of_tokens = self._of_tokens.detach()
+        self._of_tokens, self._taken = self._of_tokens.detach(), True
         return self._sums
 
     def _at_end(self) -> Tensor:
@@ -83,8 +83,8 @@ class Angles:
             tokens = torch.full((1, 1), total, device=self._speed.device)
         return (tokens * self._speed).unsqueeze(1)
 
-    def finish(self, o: Tensor, state: Optional) -> tuple[Tensor, Optional]:
-        """o, made to depend on all exchanges, and the final state [N, H, K + rows, columns] for the next call."""
+    def finish(self, o: Tensor, state: Optional, V: int) -> tuple[Tensor, Optional]:
+        """o, made to depend on all exchanges, and the final state [N, H, K + rows, V + columns] for the next call."""
         angle = self._at_end()
         if self._sp is not None and self._sums is not None:
             o = add_backward_dependency(o, angle)
@@ -93,7 +93,10 @@ class Angles:
         if self.kept:
             column = torch.nn.functional.pad(angle.to(state.dtype), (0, state.shape[-2] - angle.shape[-1]))
             return o, torch.cat([state, column.unsqueeze(-1)], -1)
-        rows = rotate(state[..., : self._K, :].transpose(-1, -2), -angle.unsqueeze(-2)).transpose(-1, -2)
+        back = -angle.unsqueeze(-2).expand(*state.shape[:2], state.shape[-1], -1)
+        if self._taken:  # what turned keys beside the state gives no gradient, nor does what turns them back
+            back = torch.cat([back[..., :V, :], back[..., V:, :].detach()], -2)
+        rows = rotate(state[..., : self._K, :].transpose(-1, -2), back).transpose(-1, -2)
         return o, torch.cat([rows, state[..., self._K :, :]], -2)
 
 

@@ -364,6 +364,8 @@ class TemporalDifference(_GeneralDelta):
     def run(self, call: Call) -> tuple[Tensor, Optional]:
         k, start = call.k.to(call.wide), call.last_column
         before = previous(k, call.cu_seqlens, call.group, start)
+        if call.theta is not None:  # the one that a token adds does not turn the key before, as it does the other rows
+            before = rotate(before, call.theta.detach() - call.theta)
         p = before * call.given["eta"].to(call.wide).unsqueeze(-1)
         end = last(k, start, call.cu_seqlens, call.group) if call.want_final else None
         return self._run(call, before - self.discount * k, p, end)

@@ -224,8 +224,10 @@ def over_ranks(sp: Any, name: str, bounds: list[int] | None, lengths: list[int],
     parts: list[Any] = [None] * sp.world_size
     dist.all_gather_object(parts, found)
     want = case.exact()
-    shared = ("A", "mimo_x", "start")
-    whole = {key: sum(y[key] for y in parts) if key in shared else torch.cat([y[key] for y in parts], 1) for key in want}
+    whole: Tensors = {}
+    for key in want:
+        each = [y[key] for y in parts]
+        whole[key] = torch.stack(each).sum(0) if key in ("A", "mimo_x", "start") else torch.cat(each, 1)
     return {key: relative_error(whole[key], want[key]) for key in want}
 
 

@@ -161,7 +161,7 @@ def _program(
         meta: dict[str, Any] = {name: shapes[size] for name, size in tokens.items()}
         meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale, **numbers}
         meta |= {name: shapes["K" if name == "gk" else ""] for name in given if name != THETA}
-        engines = ()
+        engines: tuple[TurnedRows, ...] = ()
         if THETA in given:
             assert turned is not None
             meta[THETA], engines = SymbTensor(["T", h, ConstExpr("P", K // 2)]), (turned,)

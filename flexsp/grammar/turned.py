@@ -22,7 +22,7 @@ from flexsp.compiler import Lowering
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.program import Program
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named
 from flexsp.kernels.rotary import rotate
 from flexsp.scan.chunks import states_between
 from flexsp.scan.exchange import add_backward_dependency
@@ -66,32 +66,27 @@ class TurnedRows(Lowering):
         from flexsp.kernels.angles import angle_grads
 
         K, V = plan.state
-        pairs = min(_PAIRS, max(1, K // 2))
-        third = len(self.rows) > 2
+        pairs = min(_PAIRS, _power_of_two(K // 2))
         rows = (*self.rows, self.rows[0])[:3]
         of_rows = [y for x in rows for y in (x, gradient_of(x))]
-        states = "@states" if plan.scanned else None
-        ended = _ENDED if self._keeps_ends(plan) else None
-        to, filler = gradient_of(THETA), "@entering"
-        reads = [*of_rows, "@entering", "@leaving", *(x for x in (states, ended) if x is not None)]
-        table = "@table" if plan.n_docs else None
-        how = Launch(0, 4, 1)
+        states, ended = "@states" if plan.scanned else None, _ENDED if self._keeps_ends(plan) else None
+        given = [*of_rows, "@entering", "@leaving", states, ended]
+        how, to, filler = Launch(0, 4, 1), gradient_of(THETA), "@entering"
         constants: dict[str, Any] = {
-            "K": K, "V": V, "BP": _power_of_two(pairs), "BV": min(_COLUMNS, _power_of_two(V)), "C": plan.chunk,
-            "THIRD": third, "SEGMENTS": plan.scanned, "ENDS": ended is not None, "PACKED": plan.n_docs > 0,
+            "K": K, "V": V, "BP": pairs, "BV": min(_COLUMNS, _power_of_two(V)), "C": plan.chunk,
+            "THIRD": len(self.rows) > 2, "SEGMENTS": plan.scanned, "PACKED": plan.n_docs > 0,
         }  # fmt: skip
-        grid = plan.n_chunks, plan.B * plan.H, -(-(K // 2) // constants["BP"])
         mine = LaunchSpec(
-            angle_grads.__name__, how, grid,
-            (*of_rows, "@entering", "@leaving", states or filler, ended or filler, to, table),
-            tuple(dict.fromkeys(reads)), (to,), (*rows, plan.T, plan.H, plan.n_chunks, plan.n_seg), constants,
-            how.options, kernel=angle_grads,
+            angle_grads.__name__, how, (plan.n_chunks, plan.B * plan.H, -(-(K // 2) // pairs)),
+            (*(x or filler for x in given), to, "@table" if plan.n_docs else None), tuple(dict.fromkeys(named(*given))),
+            (to,), (*rows, plan.T, plan.H, plan.n_chunks, plan.n_seg), constants, how.options, kernel=angle_grads,
         )  # fmt: skip
         return [*launches, mine]
 
     def _keeps_ends(self, plan: GeneratedPlan) -> bool:
         """Whether states behind the last tokens are needed, and are no edge of a segment."""
-        return plan.returns_final and (plan.n_docs > 0 or not plan.scanned)
+        assert plan.returns_final or plan.scanned
+        return plan.n_docs > 0 or not plan.scanned
 
     def in_pytorch(
         self, program: Program, inputs: dict[str, Tensor], initial: Optional, cu_seqlens: Optional,

@@ -16,10 +16,11 @@ from torch.nn.functional import logsigmoid, normalize
 from flexsp.grammar import FlexLinearAttention, decay, feature_map, transition
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
+from tests.harness.compiling import in_child, told_of
 from tests.harness.grammar import rotated
 from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.objectives import TRAPEZOID
-from tests.marks import quick
+from tests.marks import quick, slow
 
 H, K, V, R, DISCOUNT = 2, 8, 8, 2, 0.5
 ROPE = feature_map.rope(data_dependent=True)
@@ -249,3 +250,48 @@ def test_over_ranks_in_kernels(name: str, bounds: list[int] | None, seed: int) -
     )
     for found in ranks:
         assert max(found.values()) < 2e-5, found
+
+
+def compile_config(name: str, n: int, n_docs: int, ranks: bool) -> list[dict[str, Any]]:
+    """In a child process: of heads of n x n a forward and backward pass on meta tensors, every launch compiled."""
+    from flexsp.comm.group import SequenceParallel
+    from flexsp.comm.heap import SymmetricHeap
+    from flexsp.compiler import dispatch
+    from flexsp.compiler.backend.generated_kernels import Generated
+    from flexsp.grammar import programs
+    from flexsp.kernels import operators
+    from flexsp.testing.offline import record_launches
+
+    length, heads = 4096, 8
+    operators.chunk_table = lambda *args: torch.empty(1, dtype=torch.int32, device="meta")  # type: ignore[assignment]
+    code = Generated(getattr(programs, name)(heads, n, n, 1.0, ("g", "theta")).program)
+    sizes = {"K": n, "V": n, "P": n // 2}
+    given = {
+        key: torch.empty(1, length, heads, *(sizes[s.name] for s in x.shape[2:]), device="meta", requires_grad=True)
+        for key, x in code.program.meta.tokens.items()
+    }
+    bounds = torch.empty(n_docs + 1, dtype=torch.int64, device="meta") if n_docs else None
+    sp = None
+    if ranks:
+        arena = torch.empty(64 << 20, dtype=torch.uint8, device="meta")
+        sp = SequenceParallel(
+            rank=2, world_size=3, device="meta", transport="peer", heap=SymmetricHeap(arena, [arena] * 3)
+        )
+    with record_launches() as launches:
+        executable = dispatch.executable_of(code, given, None, bounds, sp)
+        o, final = operators.run(executable, None, [*given.values()], None, bounds, (0, length, length))
+        torch.autograd.backward([o, final], [torch.empty_like(o), torch.empty_like(final)])
+    return told_of([x for x in launches if x[0].fn.__module__ == "flexsp.kernels.angles"])
+
+
+@pytest.mark.compiles(always=True)
+@pytest.mark.parametrize(
+    ("name", "n", "n_docs", "ranks"),
+    slow(("delta", 64, 0, False), ("general_delta", 128, 4, True), ("linear", 40, 4, False)),
+)  # fmt: skip
+def test_what_the_interpreter_cannot_show(name: str, n: int, n_docs: int, ranks: bool) -> None:
+    """The wait for the kernel before comes first; no lanes that round a sum differently, no NaN that gives way to a
+    number, no missing barriers, no registers that nothing wrote; nothing on the stack."""
+    (found,) = in_child(compile_config, name, n, n_docs, ranks)
+    assert found["waits_first"] and not found["stack"], found
+    assert not any(found[what] for what in ("uneven_sums", "drops_nan", "races", "unwritten")), found

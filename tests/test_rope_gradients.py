@@ -215,6 +215,28 @@ def test_in_kernels(name: str, bounds: list[int] | None, seed: int) -> None:
     assert max(found.values()) < 2e-5, found
 
 
+def of_sizes(sp: Any, K: int, V: int, seed: int) -> float:
+    """Of the delta rule, against PyTorch in float64."""
+    made = torch.Generator().manual_seed(seed)
+    widths = {"q": K, "k": K, "v": V, "theta": K // 2}
+    x = {name: torch.randn(1, 40, 2, n, generator=made) for name, n in widths.items()}
+    x |= {"k": normalize(x["k"], dim=-1), "beta": torch.rand(1, 40, 2, generator=made)}
+    do, found = torch.randn(1, 40, 2, V, generator=made), []
+    for dtype in (torch.float32, torch.float64):
+        leaves = {name: y.to(dtype).requires_grad_() for name, y in x.items()}
+        with poisoned(2, H):
+            o, final = MODELS["delta, no decay"](**leaves, output_final_state=True, sp=False)
+            loss = (o.double() * do).sum() + final.double().square().sum()
+            found.append(torch.autograd.grad(loss, leaves["theta"])[0].double())
+    return relative_error(*found)
+
+
+def test_sizes(seed: int) -> None:
+    """Pairs in two programs, one of which has others beside it, and columns in two tiles."""
+    (found,) = run_ranks(of_sizes, 1, 44, 70, seed, env=INTERPRETED, timeout=300)
+    assert found < 2e-5
+
+
 def over_ranks(sp: Any, name: str, bounds: list[int] | None, lengths: list[int], exact: bool, seed: int) -> Any:
     case = Case(name, sum(lengths), seed, bounds)
     if exact:

@@ -120,8 +120,6 @@ OBJECTIVES = [
          "own products come from behind the last document", "tests/test_tail.py::test_tails_are_not_read"),
         ("own = scale * (reads * keys)", "own = 2 * scale * (reads * keys)",
          "tokens have their own products twice", "tests/test_grammar.py::test_against_token_loop[gla, rope-batch]"),
-        (' or self.transition.kind == "contrastive"', "", "programs with chunks of their own begin sums of angles anew",
-         _ROPE_CALLS + "[contrastive; gated; theta]"),
         ("not alone", "False", "gradients of theta are sums over the text", _LONG + "[delta-4096]"),
     ),
     *_in(

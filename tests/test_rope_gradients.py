@@ -22,7 +22,7 @@ from tests.harness.interpreted import INTERPRETED, poisoned
 from tests.harness.objectives import TRAPEZOID
 from tests.marks import quick, slow
 
-H, K, V, R, DISCOUNT = 2, 8, 8, 2, 0.5
+H, K, V, R, DISCOUNT, BLOCK = 2, 8, 8, 2, 0.5, 5
 ROPE = feature_map.rope(data_dependent=True)
 Tensors = dict[str, Tensor]
 
@@ -47,8 +47,10 @@ MODELS = {
     "delta, steps": _made(decay.exponential(), transition.delta_rule()),
     "delta, mask": _made(decay.gated(), transition.delta_rule(), custom_mask=_local),
     "difference": _made(decay.gated(), transition.temporal_difference(DISCOUNT)),
+    "contrastive": _made(decay.gated(), transition.contrastive(block=BLOCK)),
 }
-COMPILED = [name for name in MODELS if "delta" in name or name in ("mask", "difference")]
+FLAT = [name for name in MODELS if "delta" in name or name in ("mask", "difference", "contrastive")]
+COMPILED = [name for name in FLAT if name != "contrastive"]  # in kernels
 
 
 def draw(name: str, T: int, seed: int, strong: bool = False) -> Tensors:
@@ -60,7 +62,7 @@ def draw(name: str, T: int, seed: int, strong: bool = False) -> Tensors:
 
     rows = (R,) if model.transition.rank > 1 else ()
     x = {"q": normal(*rows, H, K), "k": normal(*rows, H, K), "v": normal(H, V), "theta": 0.5 * normal(H, K // 2)}
-    if model.transition.kind in ("delta_rule", "temporal_difference"):
+    if model.transition.kind in ("delta_rule", "temporal_difference", "contrastive"):
         x["k"] = normalize(x["k"], dim=-1)
     x |= {name: normal(H).sigmoid() for name in ("beta", "eta", "trap") if name in model.inputs}
     x |= {"h": 0.5 + normal(H).sigmoid()} if model.mask is not None else {}
@@ -79,6 +81,7 @@ def by_token(name: str, x: Tensors, M: Tensor) -> tuple[Tensor, Tensor]:
     S, before = M[..., :K, :V], M[..., :K, V:].transpose(-1, -2).transpose(1, 2)  # [1, rows, H, K]
     value = M[..., K, :V] if trapezoid else None
     steps = model.decay.kind == "exponential"
+    entered = torch.zeros_like(S)
     for t in range(x["v"].shape[1]):
         q, k, v, theta = (x[key][:, t] for key in ("q", "k", "v", "theta"))
         q, k = (y if y.dim() == 4 else y.unsqueeze(1) for y in (q, k))
@@ -92,9 +95,18 @@ def by_token(name: str, x: Tensors, M: Tensor) -> tuple[Tensor, Tensor]:
             share = x["trap"][:, t].sigmoid()
             earlier = (before.unsqueeze(-1) * (factors * value.unsqueeze(1)).unsqueeze(-2)).sum(1)
             S, column = S + ((1 - share) * step)[..., None, None] * earlier, share * step
-        S = rotated((a[..., None, None] * S).transpose(-1, -2), -theta.unsqueeze(-2)).transpose(-1, -2)
+        if kind == "contrastive":  # a block's tokens expect values of the state before it
+            entered = S if t % BLOCK == 0 else entered
+            entered = _turned(entered, -theta)
+        S = _turned(a[..., None, None] * S, -theta)
         write = column[..., None, None] * v.unsqueeze(-2)
-        if kind == "one_step_gd":
+        if kind == "contrastive":
+            seen = x["v"][:, t - t % BLOCK : t + 1]
+            logits = ((k[:, 0].unsqueeze(-1) * entered).sum(-2).unsqueeze(1) * seen).sum(-1)  # [1, tokens, H]
+            shares = torch.cat([torch.zeros_like(logits[:, :1]), logits], 1).softmax(1)[:, 1:]
+            write = (v - (shares.unsqueeze(-1) * seen).sum(1)).unsqueeze(-2)
+            S = S + x["eta"][:, t, :, None, None] * k[:, 0].unsqueeze(-1) * write
+        elif kind == "one_step_gd":
             S = S + column[..., None, None] * (k.unsqueeze(-1) * (factors * v.unsqueeze(1)).unsqueeze(-2)).sum(1)
         else:
             r = p = k[:, 0]
@@ -114,6 +126,10 @@ def by_token(name: str, x: Tensors, M: Tensor) -> tuple[Tensor, Tensor]:
             M = S
     o = torch.stack(outputs, 1) if outputs else x["v"].unsqueeze(2)
     return o if model.transition.rank > 1 else o.squeeze(2), M
+
+
+def _turned(S: Tensor, angle: Tensor) -> Tensor:
+    return rotated(S.transpose(-1, -2), angle.unsqueeze(-2)).transpose(-1, -2)
 
 
 class Case:
@@ -171,7 +187,10 @@ class Case:
         return {key: (0 * leaves[key] if y is None else y).double() for key, y in zip(leaves, grads, strict=True)}
 
 
-@pytest.mark.parametrize("name", quick(MODELS, "rows, trapezoid", "delta, steps", "delta, mask", "difference"))
+QUICK = "rows, trapezoid", "delta, steps", "delta, mask", "difference", "contrastive"
+
+
+@pytest.mark.parametrize("name", quick(MODELS, *QUICK))
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_against_the_loop(name: str, packed: bool, seed: int) -> None:
     """All gradients in float64, of several chunks, with first and last states, documents, and tokens behind them."""
@@ -187,7 +206,7 @@ def errors(found: Tensor, want: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("name", "T"),
-    quick([(x, T) for x in COMPILED for T in (4096, 16384)], ("delta", 4096), ("difference", 4096)),
+    quick([*((x, 4096) for x in FLAT), ("delta", 16384), ("mask", 16384)], ("delta", 4096)),
 )  # fmt: skip
 def test_nothing_adds_up_over_long_texts(name: str, T: int, seed: int) -> None:
     """Of rotated rows and a sum over all later tokens, errors of sums over tokens grew with the text: of the delta rule

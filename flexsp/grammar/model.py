@@ -209,8 +209,8 @@ class FlexLinearAttention:
 
     @property
     def _turned_by_the_program(self) -> bool:
-        """Whether a compiled program gives the gradients of theta. That of contrastive has chunks of its own."""
-        alone = self._custom is not None or self._keeps_angle or self.transition.kind == "contrastive"
+        """Whether a compiled program gives the gradients of theta."""
+        alone = self._custom is not None or self._keeps_angle
         return THETA in self.features.inputs and not self._turned_by_the_engine and not alone
 
     @property

@@ -149,7 +149,7 @@ def _contrastive_merge(
 
 
 def _program(
-    functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str], turned: TurnedRows | None = None
+    functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str], turned: tuple[str, ...] = ("q", "k")
 ) -> Callable[..., LinearAttention]:
     @functools.lru_cache(maxsize=64)
     def make(
@@ -163,8 +163,8 @@ def _program(
         meta |= {name: shapes["K" if name == "gk" else ""] for name in given if name != THETA}
         engines: tuple[TurnedRows, ...] = ()
         if THETA in given:
-            assert turned is not None
-            meta[THETA], engines = SymbTensor(["T", h, ConstExpr("P", K // 2)]), (turned,)
+            meta[THETA] = SymbTensor(["T", h, ConstExpr("P", K // 2)])
+            engines = (TurnedRows(turned, chunk_size),)
         return LinearAttention(
             meta, functions[0], functions[1], functions[2], fallback=fallback, chunk_size=chunk_size,
             lowerings=engines,
@@ -176,15 +176,10 @@ def _program(
 # Arguments: H, K, V, the factor on q, names of further inputs, LinearAttention's fallback and chunk_size, and numbers.
 # `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
 # `theta` is a further input where rows were turned by its running sums (flexsp/grammar/turned.py).
-_QUERIES_AND_KEYS, _READS_AND_WRITES = TurnedRows("q", "k"), TurnedRows("q", "r", "p")
-linear = _program(
-    (_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"}, _QUERIES_AND_KEYS
-)
-delta = _program(
-    (_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""}, _QUERIES_AND_KEYS
-)
+linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})
+delta = _program((_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""})
 general_delta = _program(
-    (_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"}, _READS_AND_WRITES
+    (_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"}, ("q", "r", "p")
 )
 contrastive = _program(
     (_contrastive_chunk, _contrastive_decay, _contrastive_merge), {"q": "K", "k": "K", "v": "V", "eta": ""}

@@ -13,6 +13,7 @@ carried from chunk to chunk (docs/math.md, section 18).
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,17 +44,18 @@ Tensor = torch.Tensor
 Optional = torch.Tensor | None
 
 
+@dataclass(frozen=True)  # programs with equal ones share kernels
 class TurnedRows(Lowering):
     """The generated launches, and one more that gives the gradient of `theta`.
 
-    Args:
+    Attributes:
         rows: two or three inputs [B, T, H, K] whose pairs of channels 2 i and 2 i + 1 the caller has turned.
+        chunk_size: that of the program, or None.
     """
 
+    rows: tuple[str, ...]
+    chunk_size: int | None = None
     name = "generated_with_angles"
-
-    def __init__(self, *rows: str) -> None:
-        self.rows = rows
 
     def buffers(self, plan: GeneratedPlan) -> list[Buffer]:
         edges = plan.n_docs or plan.B, plan.H, *plan.state
@@ -98,9 +100,10 @@ class TurnedRows(Lowering):
             steps.append(_Chunks(self.rows, cu_seqlens, sp, inputs[THETA].shape[1], *given))
             return steps[0]
 
+        chunk = self.chunk_size or _CHUNK
         state = inputs[self.rows[0]].shape[-1], inputs["v"].shape[-1]
         bounds = None if cu_seqlens is None else cu_seqlens.tolist()
-        o, final = functions.run(program, inputs, {}, initial, state, bounds, _CHUNK, sp, 1, description, made)
+        o, final = functions.run(program, inputs, {}, initial, state, bounds, chunk, sp, 1, description, made)
         ends = last(steps[0].sums, None, cu_seqlens, sp)
         if sp is not None:
             for exchanged in (steps[0].before, ends):
@@ -137,6 +140,8 @@ class _Chunks(functions.LocalChunks):
         return functools.partial(self.walk, initial)
 
     def through(self) -> Transition:
+        if self.program.transition == "sequential":
+            return super().through()
         one = functions.unit_transition(self.zero)
         if self.begins:
             return Transition.of(self.zero, torch.zeros_like(one), kind="dense")

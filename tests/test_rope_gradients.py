@@ -28,8 +28,8 @@ Tensors = dict[str, Tensor]
 
 
 def _local(i: int, j: int, h: Any) -> Any:
-    """A mask that is no decay: the engine for scalar decays does not run it."""
-    return torch.where(i >= j, torch.exp(-0.05 * (i - j)), 0.0) * h[j]
+    """A mask with a term of i: the engine for scalar decays does not run it."""
+    return torch.where(i >= j, torch.exp(-0.05 * (i - j)), 0.0) * h[i] * h[j]
 
 
 def _made(d: Any, t: Any, **others: Any) -> FlexLinearAttention:
@@ -115,13 +115,14 @@ def by_token(name: str, x: Tensors, M: Tensor) -> tuple[Tensor, Tensor]:
                 r = p - DISCOUNT * r
             rate = x["beta" if kind == "delta_rule" else "eta"][:, t, :, None, None]
             S = S + rate * p.unsqueeze(-1) * (write - (r.unsqueeze(-1) * S).sum(-2, keepdim=True))
-        outputs.append(K**-0.5 * (q.unsqueeze(-1) * S.unsqueeze(1)).sum(-2))
+        row = x["h"][:, t, :, None] if masked else 1.0
+        outputs.append(K**-0.5 * row * (q.unsqueeze(-1) * S.unsqueeze(1)).sum(-2))
         before, value = k, v
         if kind == "temporal_difference" or trapezoid:
             M = torch.cat([S, k.permute(0, 2, 3, 1)], -1)
             if trapezoid:
-                row = torch.nn.functional.pad(v, (0, M.shape[-1] - V))
-                M = torch.cat([M, row.unsqueeze(-2)], -2)
+                last = torch.nn.functional.pad(v, (0, M.shape[-1] - V))
+                M = torch.cat([M, last.unsqueeze(-2)], -2)
         else:
             M = S
     o = torch.stack(outputs, 1) if outputs else x["v"].unsqueeze(2)
@@ -135,14 +136,17 @@ def _turned(S: Tensor, angle: Tensor) -> Tensor:
 class Case:
     """Inputs, first states, and weights of outputs and last states."""
 
-    def __init__(self, name: str, T: int, seed: int, bounds: list[int] | None = None, strong: bool = False) -> None:
+    def __init__(
+        self, name: str, T: int, seed: int, bounds: list[int] | None = None, strong: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.name, self.T, self.bounds = name, T, bounds
-        self.x = draw(name, T, seed, strong)
+        self.x = {key: y.to(device) for key, y in draw(name, T, seed, strong).items()}
         made = torch.Generator().manual_seed(seed + 1)
         rows = (R,) if MODELS[name].transition.rank > 1 else ()
         shape = (1 if bounds is None else len(bounds) - 1, H, *MODELS[name].rows_and_columns(K, V))
-        self.do = torch.randn(1, T, *rows, H, V, generator=made).bfloat16()
-        self.start, self.dfinal = (torch.randn(shape, generator=made) for _ in range(2))
+        self.do = torch.randn(1, T, *rows, H, V, generator=made).bfloat16().to(device)
+        self.start, self.dfinal = (torch.randn(shape, generator=made).to(device) for _ in range(2))
         self.dfinal[..., K:, V:] = 0.0  # holds nothing
 
     def _of_tokens(self, x: Tensor) -> bool:
@@ -206,11 +210,11 @@ def errors(found: Tensor, want: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("name", "T"),
-    quick([*((x, 4096) for x in FLAT), ("delta", 16384), ("mask", 16384)], ("delta", 4096)),
+    quick([*((x, 2048) for x in FLAT), ("delta", 16384), ("mask", 16384)], ("delta", 2048)),
 )  # fmt: skip
 def test_nothing_adds_up_over_long_texts(name: str, T: int, seed: int) -> None:
     """Of rotated rows and a sum over all later tokens, errors of sums over tokens grew with the text: of the delta rule
-    with such gates 8e-4 at 4,096 tokens and 5e-3 at 16,384. They are those of a chunk now, at any length."""
+    with such gates 6e-4 at 2,048 tokens and 4e-3 at 16,384. They are those of a chunk now, at any length."""
     case = Case(name, T, seed, strong=True)
     of_tokens, of_sums = errors(case.found()["theta"], case.exact()["theta"])
     assert of_tokens < 1e-5 and of_sums < 1e-4, (of_tokens, of_sums)

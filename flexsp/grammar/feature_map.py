@@ -38,10 +38,10 @@ def rope(data_dependent: bool = False, base: float = 10000.0) -> FeatureMap:
     By position times base^{-2i/K}, or if ``data_dependent`` by the running sum of the call's ``theta`` [B, T, H, K/2]
     (radians). Positions and sums count from the start of the whole sequence, of each document where packed. With
     ``data_dependent``, inputs in half precision are computed in float32: gradients of theta are sums over all later
-    tokens, of which little is left. Compiled programs (delta_rule, temporal_difference, contrastive, masks) begin these sums
-    anew at every chunk, so that errors do not grow with the text. The scalar-decay engine (one_step_gd) makes sums
-    over a chunk's tokens right, in kernels; in PyTorch roundings of float32 add up, in gradients summed over 32,768
-    tokens to 1e-4 to 4e-3.
+    tokens, of which little is left. Compiled programs (delta_rule, temporal_difference, contrastive, masks) begin these
+    sums anew at every chunk, so that errors do not grow with the text. The scalar-decay engine (one_step_gd) makes
+    sums over a chunk's tokens right, in kernels; in PyTorch roundings of float32 add up, in gradients summed over
+    32,768 tokens to 1e-4 to 4e-3.
 
     A final state continues in the next call, whose angles begin at 0 again: its rows, and keys that are kept beside
     it, are turned back by the angle of the last token, by position by one more. With a gate for each key channel, with

@@ -150,6 +150,11 @@ OBJECTIVES = [
          _THETA_KERNELS_RANKS),
     ),
     *_in(
+        "flexsp/compiler/linear_attention.py",
+        ("x.chunk_size == self._C]", "x.chunk_size is None]", "programs with a chunk_size have no gradients of theta",
+         _THETA + "[batch-contrastive]"),
+    ),
+    *_in(
         "flexsp/kernels/angles.py",
         ("u2 * x1 - u1 * x2", "u2 * x1 + u1 * x2", "both channels of a pair turn the same way", _THETA_KERNELS + "[delta-None]"),
         ("reverse=True", "reverse=False", "angles turn earlier tokens", _THETA_KERNELS + "[delta-None]"),

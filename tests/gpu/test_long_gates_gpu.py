@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import test_rope_gradients as rope
 from tests.gpu.judge import CUDA
+from tests.harness import rope
 from tests.harness.long_gates import BOUND, DRAWS, KINDS, OPS, OWN, WITH_STATE, Op, T, drawn
 
 

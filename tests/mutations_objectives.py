@@ -12,6 +12,12 @@ _RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
 _CALLS = "tests/test_objectives.py::test_one_call_after_another"
 _ROPE_CALLS = "tests/test_rope_states.py::test_two_calls_are_one"
 _ROPE_RANKS = "tests/test_rope_states.py::test_ranks_continue_too"
+_THETA = "tests/test_rope_gradients.py::test_against_the_loop"
+_LONG = "tests/test_rope_gradients.py::test_nothing_adds_up_over_long_texts"
+_THETA_RANKS = "tests/test_rope_gradients.py::test_over_ranks"
+_THETA_KERNELS = "tests/test_rope_gradients.py::test_in_kernels"
+_THETA_KERNELS_RANKS = "tests/test_rope_gradients.py::test_over_ranks_in_kernels[delta-bounds0]"
+_THETA_SIZES = "tests/test_rope_gradients.py::test_sizes"
 _EDGES = "tests/test_objectives_edges.py::"
 _EARLIER = "tests/test_earlier_inputs.py::"
 
@@ -148,8 +154,54 @@ OBJECTIVES = [
         "flexsp/grammar/model.py",
         ("reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))", "reads, keys = q, k",
          "own products come from behind the last document", "tests/test_tail.py::test_tails_are_not_read"),
-        ("turns, own = angles.taken(output_final_state), scale *", "turns, own = angles.taken(output_final_state), 2 * scale *",
+        ("own = scale * (reads * keys)", "own = 2 * scale * (reads * keys)",
          "tokens have their own products twice", "tests/test_grammar.py::test_against_token_loop[gla, rope-batch]"),
+        ("not alone", "False", "gradients of theta are sums over the text", _LONG + "[delta-2048]"),
+    ),
+    *_in(
+        "flexsp/grammar/rope.py",
+        ("if self._taken:", "if False:", "turning kept keys back has a gradient, turning them has none",
+         _ROPE_CALLS + "[one step; trapezoid; theta]"),
+        ("is_grad_enabled() and not fixed", "is_grad_enabled()", "angles have gradients twice", _THETA + "[batch-difference]"),
+    ),
+    *_in(
+        "flexsp/grammar/objectives.py",
+        ("strict=call.turns is not None", "strict=False", "rows read their own products twice", _THETA + "[batch-rows, trapezoid]"),
+        ("call.theta.detach() - call.theta)", "call.theta - call.theta)", "the key before turns with the token",
+         _THETA + "[batch-difference]"),
+    ),
+    *_in(
+        "flexsp/grammar/turned.py",
+        ("angle - angle.detach()) for name", "angle.detach() - angle) for name", "rows turn the other way", _THETA + "[batch-difference]"),
+        ("S if not at.length else _turned_back(S, self.before[:, at.start])", "S", "angles forget later chunks",
+         _THETA + "[batch-difference]"),
+        ("None if final is None else _turned_back(final, ends)", "final", "angles forget last states", _THETA + "[batch-difference]"),
+        ("previous(self.sums, cu_seqlens, sp)", "previous(self.sums, None, sp)", "documents turn those before",
+         _THETA + "[packed-difference]"),
+        ("A = rotate(A, angle - angle.detach())", "A = rotate(A, angle.detach() - angle)", "shards turn what passes them the other way",
+         _THETA_RANKS + "[batch-delta]"),
+        ("previous(self.sums, cu_seqlens, sp)", "previous(self.sums, cu_seqlens, None)", "angles forget the next rank",
+         _THETA_RANKS + "[batch-delta]"),
+        ('return plan.n_docs > 0 or not plan.scanned', "return not plan.scanned", "kernels have no last states of documents",
+         _THETA_KERNELS_RANKS),
+    ),
+    *_in(
+        "flexsp/compiler/linear_attention.py",
+        ("x.chunk_size == self._C]", "x.chunk_size is None]", "programs with a chunk_size have no gradients of theta",
+         _THETA + "[batch-contrastive]"),
+    ),
+    *_in(
+        "flexsp/kernels/angles.py",
+        ("u2 * x1 - u1 * x2", "u2 * x1 + u1 * x2", "both channels of a pair turn the same way", _THETA_KERNELS + "[delta-None]"),
+        ("reverse=True", "reverse=False", "angles turn earlier tokens", _THETA_KERNELS + "[delta-None]"),
+        ("one * d_two - two * d_one", "one * d_two + two * d_one", "states turn the same way in both channels",
+         _THETA_KERNELS + "[delta-None]"),
+        ("    if THIRD:", "    if False:", "what writes is not turned", _THETA_KERNELS + "[difference-bounds1]"),
+        ("n_chunks + c + 1) * K", "n_chunks + c) * K", "a chunk ends where it begins", _THETA_KERNELS + "[delta-None]"),
+        ("behind = ended + row * K * V", "behind = ended", "sequences and heads share one last state", _THETA_KERNELS + "[delta-None]"),
+        ("        if last:\n", "        if first:\n", "documents end where they begin", _THETA_KERNELS + "[difference-bounds1]"),
+        ("+ n_seg) * H + h)", "+ n_seg - 1) * H + h)", "angles forget the next rank in kernels", _THETA_KERNELS_RANKS),
+        ("(p < K // 2)[:, None] & (v < V)", "(p < K)[:, None] & (v < V)", "pairs beside the state are read", _THETA_SIZES),
     ),
 ]  # fmt: skip
 # ruff: noqa: E501 (texts of code are kept whole)

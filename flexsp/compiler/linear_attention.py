@@ -80,8 +80,8 @@ class LinearAttention:
         autotune: on GPUs, the first call of each signature times plans (chunk size, segments, tiles, warps, stages)
             and takes the quickest. This takes seconds to minutes, mostly for compilation. `explain` then says how much
             slower the plan without autotune was.
-        lowering: "auto" runs the kernels of ``lowerings`` and, unless ``chunk_size`` is given, their PyTorch code;
-            "generated" runs generated kernels and the functions.
+        lowering: "auto" runs the kernels of ``lowerings`` and the PyTorch code of those that are for this
+            ``chunk_size``; "generated" runs generated kernels and the functions.
         lowerings: engines of hand-written kernels for these functions, each a `flexsp.compiler.Lowering`, in the order
             in which they are asked. The first that takes a call runs it.
         fallback: for calls on a GPU that no kernels can run. None raises NotAvailable, which gives the reason;
@@ -346,7 +346,7 @@ class LinearAttention:
         description, cu_seqlens = self.program.description(first.dtype, bounds is not None), None
         if bounds is not None:
             description, cu_seqlens = f"{description}, boundaries {bounds}", torch.tensor(bounds, device=first.device)
-        engines = () if self._C else self.program.lowerings
+        engines = [x for x in self.program.lowerings if x.chunk_size == self._C]
         with arguments.no_autocast(first.device.type):
             given = tokens | params, prev_s, cu_seqlens, group, description
             asked = (x.in_pytorch(self.program, *given) for x in engines)

@@ -10,6 +10,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import LinearAttention, torch_compile
 from flexsp.grammar import programs
+from flexsp.grammar.turned import THETA
 from flexsp.ops import _programs as vectors
 from flexsp.ops import _validate as check
 from flexsp.ops._rows import Turns, on_engine
@@ -31,6 +32,8 @@ class Call(NamedTuple):
         column: step sizes [B, T, H], factors of what a token writes, or None.
         turns, own: where q and k were turned by running sums of angles that have gradients, these and scale <q, k>
             [B, T, H]; see `on_diagonal`. Else None.
+        theta: radians that each token adds [B, T, H, K/2], where q and k were turned by their running sums, not for
+            autograd, and the program gives the gradient (flexsp/grammar/turned.py). Else None.
         given: what else the call brings, by name.
         initial: [N, H, K + rows, V + columns], or None.
     """
@@ -49,6 +52,7 @@ class Call(NamedTuple):
     fallback: str | None = None
     turns: Turns | None = None
     own: Optional = None
+    theta: Optional = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -78,9 +82,10 @@ class Call(NamedTuple):
         return v if self.column is None else v * self.column.unsqueeze(-1)
 
     @property
-    def gates(self) -> dict[str, Tensor]:
-        """The log gates under their name in programs."""
-        return {} if self.gate is None else {"g" if self.gate.dim() == 3 else "gk": self.gate}
+    def further(self) -> dict[str, Tensor]:
+        """The log gates, and theta, under their names in programs."""
+        gates = {} if self.gate is None else {"g" if self.gate.dim() == 3 else "gk": self.gate}
+        return gates if self.theta is None else gates | {THETA: self.theta}
 
 
 def on_diagonal(
@@ -124,7 +129,7 @@ def compiled(
     call: Call, name: str, tokens: dict[str, Tensor], initial: Optional, **options: float
 ) -> tuple[Tensor, Optional]:
     """Runs the program ``name`` of `flexsp.grammar.programs` with the call's gates. ``options`` are its numbers."""
-    tokens = tokens | call.gates
+    tokens = tokens | call.further
     key = _key(call, name, tokens, options)
     if torch.compiler.is_compiling():
         made, inputs = _made_for_graphs(*key)
@@ -135,12 +140,12 @@ def compiled(
 
 def runs_compiled(call: Call, name: str, tokens: dict[str, Tensor], **options: float) -> str:
     """A sentence that says what `compiled` runs for such tensors."""
-    tokens = tokens | call.gates
+    tokens = tokens | call.further
     return _program(*_key(call, name, tokens, options)).runs(sp=False, **tokens)
 
 
 def _key(call: Call, name: str, tokens: dict[str, Tensor], options: dict[str, float]) -> tuple[Any, ...]:
-    further = tuple(x for x in ("column", "g", "gk") if x in tokens)
+    further = tuple(x for x in ("column", "g", "gk", THETA) if x in tokens)
     return name, (*call.sizes, call.scale, further, call.fallback), tuple(options.items())
 
 

@@ -20,8 +20,10 @@ from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
 from flexsp.grammar.engines import Call, on_diagonal
 from flexsp.grammar.feature_map import FeatureMap, identity
+from flexsp.grammar.objectives import Rows
 from flexsp.grammar.rope import Angles, split_angle
 from flexsp.grammar.transition import Transition, one_step_gd
+from flexsp.grammar.turned import THETA
 from flexsp.kernels import gates
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_simple_gla
@@ -192,11 +194,15 @@ class FlexLinearAttention:
         angles = self._angles(q, given, None, None, None)
         q, k = self._map(q, angles), self._map(k, angles)
         gate, per_head, column, factors = self._operands(q, given, None, None)
+        theta = given[THETA].to(q.dtype) if self._turned_by_the_program else None
         if self._objective is not None:
             scale = q.shape[-1] ** -0.5
-            call = Call(q, k, v, _clamped(gate, per_head, q), column, given, scale, fallback=self.fallback)
+            call = Call(
+                q, k, v, _clamped(gate, per_head, q), column, given, scale, fallback=self.fallback, theta=theta
+            )
             return self._objective.runs(call)
         tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: given[name] for name in self.transition.inputs}
+        tokens |= {} if theta is None else {THETA: theta}
         sizes = (q.shape[2], q.shape[3], v.shape[3])
         key = self._key(tokens, sizes, q.shape[3] ** -0.5, _clamped(gate, per_head, q), column, factors)
         return self.make(*key).runs(sp=False, **tokens)
@@ -205,6 +211,18 @@ class FlexLinearAttention:
     def _on_the_diagonal_engine(self) -> bool:
         plain = self.mask is None or self.mask.is_decay
         return self.transition.kind == "one_step_gd" and self._objective is None and not self.decay.vector and plain
+
+    @property
+    def _turned_by_the_engine(self) -> bool:
+        """Whether the diagonal engine gives the gradients of angles by which q and k are turned."""
+        of_rows = isinstance(self._objective, Rows) and not self._keeps_angle
+        return self.features.kind == "rope" and (self._on_the_diagonal_engine or of_rows)
+
+    @property
+    def _turned_by_the_program(self) -> bool:
+        """Whether a compiled program gives the gradients of theta."""
+        alone = self._custom is not None or self._keeps_angle
+        return THETA in self.features.inputs and not self._turned_by_the_engine and not alone
 
     @property
     def _keeps_angle(self) -> bool:
@@ -274,17 +292,19 @@ class FlexLinearAttention:
         if self._keeps_angle:
             initial_state, before = split_angle(initial_state, sizes[1])
         angles, turns, own = self._angles(q, given, before, cu_seqlens, group), None, None
-        if angles is not None and "theta" in given and self._on_the_diagonal_engine:
-            reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))
-            turns, own = angles.taken(output_final_state), scale * (reads * keys).sum(-1)
+        if angles is not None and THETA in given and self._turned_by_the_engine:
+            turns = angles.taken(output_final_state)
+            if self._objective is None:
+                reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))
+                own = scale * (reads * keys).sum(-1)
         q, k = self._map(q, angles), self._map(k, angles)
         call = Call(
             q, k, v, None, None, given, scale, initial_state, output_final_state, cu_seqlens, group, self.fallback,
-            turns, own,
+            turns, own, given[THETA].to(q.dtype) if self._turned_by_the_program else None,
         )
         o, final = self._run(call)
         if angles is not None and output_final_state:
-            o, final = angles.finish(o, final)
+            o, final = angles.finish(o, final, sizes[2])
         if group is not None and several:
             _, o, final = share_backward(group, o, final)
         return o.to(dtype), final if output_final_state else None
@@ -349,6 +369,7 @@ class FlexLinearAttention:
                 output_final_state=call.want_final, **common,
             )  # fmt: skip
         tokens: dict[str, Any] = {"q": q, "k": k, "v": v} | {name: call.given[name] for name in self.transition.inputs}
+        tokens |= {} if call.theta is None else {THETA: call.theta}
         key = self._key(tokens, call.sizes, scale, _clamped(gate, per_head, q), column, factors)
         if torch.compiler.is_compiling():
             name, inputs = _made_for_graphs(self._name, *key)
@@ -392,7 +413,7 @@ class FlexLinearAttention:
         further |= {} if kind is None else {kind: gate}
         found = {name: x for name, x in further.items() if x is not None}
         tokens |= found
-        return *sizes, scale, tuple(sorted(found)), self.fallback
+        return *sizes, scale, tuple(sorted([*found, *({THETA} & tokens.keys())])), self.fallback
 
     def _shapes(self, q: torch.Tensor, v: torch.Tensor) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes of further inputs, and what they are called, by name; those of masks are elsewhere."""
@@ -480,7 +501,8 @@ class FlexLinearAttention:
     ) -> Angles | None:  # fmt: skip
         if self.features.kind != "rope":
             return None
-        return Angles(q, given.get("theta"), self.features.base, self._keeps_angle, before, cu_seqlens, sp)
+        base, fixed = self.features.base, self._turned_by_the_program
+        return Angles(q, given.get(THETA), base, self._keeps_angle, before, cu_seqlens, sp, fixed)
 
 
 _models: WeakValueDictionary[str, FlexLinearAttention] = WeakValueDictionary()

@@ -178,9 +178,9 @@ class Rows(Objective):
         narrow = torch.float32 if self.eps is not None and call.q.dtype == torch.float16 else call.q.dtype
         rows = (reads, written * (gamma + eta)[:, :, None, :, None], x)
         q, k, v = (row.to(narrow) for row in rows)
-        o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}")
+        o, S = on_diagonal(call, q, k, v, start, f"FlexLinearAttention {self.kind}", call.turns)
         if self.rank > 1 or self.trapezoidal:
-            o = o + own_products(call.scale * reads, written, x, gamma, eta)
+            o = o + own_products(call.scale * reads, written, x, gamma, eta, strict=call.turns is not None)
             o = without_tail(o, call.cu_seqlens, call.group)
         final = None
         if call.want_final:
@@ -416,6 +416,8 @@ class TemporalDifference(_GeneralDelta):
     def run(self, call: Call) -> tuple[Tensor, Optional]:
         k, start = call.k.to(call.wide), call.last_column
         before = previous(k, call.cu_seqlens, call.group, start)
+        if call.theta is not None:  # the one that a token adds does not turn the key before, as it does the other rows
+            before = rotate(before, call.theta.detach() - call.theta)
         p = before * call.given["eta"].to(call.wide).unsqueeze(-1)
         end = last(k, start, call.cu_seqlens, call.group) if call.want_final else None
         return self._run(call, before - self.discount * k, p, end)

@@ -22,6 +22,7 @@ from flexsp.compiler import (
     identity,
     unit_lower_inverse,
 )  # fmt: skip
+from flexsp.grammar.turned import THETA, TurnedRows
 
 __all__ = ["contrastive", "delta", "general_delta", "linear"]
 
@@ -147,7 +148,9 @@ def _contrastive_merge(
     return (_scores(q, _times(k, eta), g, gk) @ writes + _read(q, g, gk) @ chunk_state) * scale
 
 
-def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str]) -> Callable[..., LinearAttention]:
+def _program(
+    functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str], turned: tuple[str, ...] = ("q", "k")
+) -> Callable[..., LinearAttention]:
     @functools.lru_cache(maxsize=64)
     def make(
         H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None,
@@ -157,9 +160,14 @@ def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str
         shapes = {"K": SymbTensor(["T", h, k]), "V": SymbTensor(["T", h, v]), "": SymbTensor(["T", h])}
         meta: dict[str, Any] = {name: shapes[size] for name, size in tokens.items()}
         meta |= {"prev_s": SymbTensor(["NS", h, k, v]), "scale": scale, **numbers}
-        meta |= {name: shapes["K" if name == "gk" else ""] for name in given}
+        meta |= {name: shapes["K" if name == "gk" else ""] for name in given if name != THETA}
+        engines: tuple[TurnedRows, ...] = ()
+        if THETA in given:
+            meta[THETA] = SymbTensor(["T", h, ConstExpr("P", K // 2)])
+            engines = (TurnedRows(turned, chunk_size),)
         return LinearAttention(
-            meta, functions[0], functions[1], functions[2], fallback=fallback, chunk_size=chunk_size
+            meta, functions[0], functions[1], functions[2], fallback=fallback, chunk_size=chunk_size,
+            lowerings=engines,
         )  # fmt: skip
 
     return make
@@ -167,9 +175,12 @@ def _program(functions: tuple[Callable[..., Tensor], ...], tokens: dict[str, str
 
 # Arguments: H, K, V, the factor on q, names of further inputs, LinearAttention's fallback and chunk_size, and numbers.
 # `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
+# `theta` is a further input where rows were turned by its running sums (flexsp/grammar/turned.py).
 linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})
 delta = _program((_beta_chunk, _beta_decay, _beta_merge), {"q": "K", "k": "K", "v": "V", "beta": ""})
-general_delta = _program((_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"})
+general_delta = _program(
+    (_delta_chunk, _delta_decay, _delta_merge), {"q": "K", "r": "K", "p": "K", "v": "V"}, ("q", "r", "p")
+)
 contrastive = _program(
     (_contrastive_chunk, _contrastive_decay, _contrastive_merge), {"q": "K", "k": "K", "v": "V", "eta": ""}
 )

@@ -34,17 +34,19 @@ class Angles:
         base: of rotations by position.
         kept: whether the state keeps the angle.
         before: the angle [N, H, K/2] that an initial state keeps, or None.
+        fixed: angles give no gradients, which the program that reads the rows has instead (flexsp/grammar/turned.py).
     """
 
     def __init__(
         self, q: Tensor, theta: Optional, base: float, kept: bool, before: Optional, cu_seqlens: Optional,
-        sp: SequenceParallel | None,
+        sp: SequenceParallel | None, fixed: bool = False,
     ) -> None:  # fmt: skip
         T, H, K = q.shape[1], q.shape[-2], q.shape[-1]
         if K % 2:
             raise ValueError(f"q: feature_map.rope expected an even K, got {K}")
         self.kept, self._K, self._T = kept, K, T
-        self._cu_seqlens, self._sp = cu_seqlens, sp
+        self._cu_seqlens, self._sp, self._taken = cu_seqlens, sp, fixed
+        self._fixed = fixed
         exponents = -torch.arange(0, K, 2, device=q.device, dtype=torch.float64) / K
         self._speed = None if theta is not None else base**exponents  # radians a position
         self._sums: Optional = None
@@ -59,7 +61,8 @@ class Angles:
         steps = theta if self._speed is None else self._speed.expand(q.shape[0], T, H, K // 2)
         assert steps is not None
         # In turns, not radians: without whole turns a sum stays small, and float32 keeps its digits.
-        self._sums = running_sum(steps, cu_seqlens, sp, self._before, wrapped=True, unit=_TURN)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not fixed):
+            self._sums = running_sum(steps, cu_seqlens, sp, self._before, wrapped=True, unit=_TURN)
         self._steps, self._of_tokens = steps, _TURN * self._sums
         if self._speed is not None:  # position 0 is not turned
             self._of_tokens = self._of_tokens - self._speed
@@ -71,7 +74,7 @@ class Angles:
     def taken(self, want_final: bool) -> Turns:
         """The turns of tokens, for one who gives their gradient: from now on `turn` gives none."""
         assert self._sums is not None and self._steps is not None and self._before is None
-        self._of_tokens = self._of_tokens.detach()
+        self._of_tokens, self._taken = self._of_tokens.detach(), True
         end = self._at_end() / _TURN if want_final else None
         return Turns(self._steps.to(self._sums.dtype) / _TURN, self._sums, None, end)
 
@@ -89,17 +92,21 @@ class Angles:
             tokens = torch.full((1, 1), total, device=self._speed.device)
         return (tokens * self._speed).unsqueeze(1)
 
-    def finish(self, o: Tensor, state: Optional) -> tuple[Tensor, Optional]:
-        """o, made to depend on all exchanges, and the final state [N, H, K + rows, columns] for the next call."""
-        angle = self._at_end()
-        if self._sp is not None and self._sums is not None:
+    def finish(self, o: Tensor, state: Optional, V: int) -> tuple[Tensor, Optional]:
+        """o, made to depend on all exchanges, and the final state [N, H, K + rows, V + columns] for the next call."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._fixed):
+            angle = self._at_end()
+        if self._sp is not None and self._sums is not None and not self._fixed:
             o = add_backward_dependency(o, angle)
         if state is None:
             return o, None
         if self.kept:
             column = torch.nn.functional.pad(angle.to(state.dtype), (0, state.shape[-2] - angle.shape[-1]))
             return o, torch.cat([state, column.unsqueeze(-1)], -1)
-        rows = rotate(state[..., : self._K, :].transpose(-1, -2), -angle.unsqueeze(-2)).transpose(-1, -2)
+        back = -angle.unsqueeze(-2).expand(*state.shape[:2], state.shape[-1], -1)
+        if self._taken:  # what turned keys beside the state gives no gradient, nor does what turns them back
+            back = torch.cat([back[..., :V, :], back[..., V:, :].detach()], -2)
+        rows = rotate(state[..., : self._K, :].transpose(-1, -2), back).transpose(-1, -2)
         return o, torch.cat([rows, state[..., self._K :, :]], -2)
 
 

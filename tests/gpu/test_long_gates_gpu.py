@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.judge import CUDA
+from tests.harness import rope
 from tests.harness.long_gates import BOUND, DRAWS, KINDS, OPS, OWN, WITH_STATE, Op, T, drawn
 
 
@@ -68,3 +69,11 @@ def test_a_million_tokens(name: str, seed: int) -> None:
 def test_slow_decays(name: str, tokens: int, seed: int) -> None:
     """Of 0.9999 a token: what states lose from chunk to chunk stays in them for long. Final states are judged too."""
     judge(errors(WITH_STATE[name], name, "slow", tokens, seed))
+
+
+@pytest.mark.parametrize("name", ["delta", "difference", "mask"])
+def test_theta_in_compiled_programs(name: str, seed: int) -> None:
+    """Angles' gradients with gates of -1.5, against PyTorch in float64: kernels begin them anew at every chunk."""
+    case = rope.Case(name, T, seed, strong=True, device=CUDA)
+    of_tokens, of_sums = rope.errors(case.found()["theta"], case.found(torch.float64)["theta"])
+    assert of_tokens < BOUND / 10 and of_sums < BOUND, (of_tokens, of_sums)

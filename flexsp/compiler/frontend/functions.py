@@ -27,7 +27,7 @@ from flexsp.scan.chunks import states_between
 from flexsp.scan.maxima import Maxima, finite, maxima_of, settled
 from flexsp.scan.transitions import Transition
 
-__all__ = ["rehearse", "run"]
+__all__ = ["LocalChunks", "rehearse", "run", "unit_transition"]
 
 Tensors = dict[str, torch.Tensor]
 Numbers = dict[str, float]
@@ -48,7 +48,7 @@ def _cut(T: int, C: int) -> list[_Chunk]:
     return [_Chunk(t, min(C, T - t)) for t in range(0, T, C)]
 
 
-class _Local:
+class LocalChunks:
     """One call on this rank's tokens [B, T, H, ...]. All chunks of one length are computed at once. States are
     [B, H, chunks, *state], with chunks in the order of tokens."""
 
@@ -139,7 +139,7 @@ class _Local:
         for values, n in zip(self.inputs, self.counts, strict=True):
             a = self._factors_of(values, n, kind == "dense")
             factors.append(a[..., :1] if thin else a)
-        one = _one(self.zero, kind == "dense").unsqueeze(2)
+        one = unit_transition(self.zero, kind == "dense").unsqueeze(2)
         return self._in_order(factors, one[..., :1] if thin else one)
 
     def find_maxima(self, initial: torch.Tensor | None, sp: SequenceParallel | None) -> None:
@@ -185,7 +185,7 @@ class _Local:
             return Transition("sequential")
         dense = self.program.transition == "dense"
         kind = "dense" if dense else "elementwise"
-        one = _one(self.zero, dense)
+        one = unit_transition(self.zero, dense)
         if self.begins:
             return Transition.of(self.zero, torch.zeros_like(one), kind=kind)
         A = self.factors
@@ -220,15 +220,20 @@ class _Local:
                     parts = of_group[name].unflatten(0, (*self.lead, len(slots))).unbind(2)
                     for i, x in zip(slots, parts, strict=True):
                         values[i][name] = x.flatten(0, 1)
-        for chunk, x in zip(self.chunks, values, strict=True):
+        for at, (chunk, x) in enumerate(zip(self.chunks, values, strict=True)):
             if chunk.first:
                 S = torch.zeros_like(S) if initial is None else initial[chunk.doc : chunk.doc + 1]
+            S = self.carried_into(at, S)
             before.append(S)
             if chunk.length:
                 S = self._on_chunks(self.program.decay, {**x, STATE: S.flatten(0, 1)}, 1)[0].unflatten(0, self.lead)
             around.append(S)
         found = torch.stack(around, 2)
         return torch.stack(before, 2) if before else found[:, :, :0], found
+
+    def carried_into(self, chunk: int, S: torch.Tensor) -> torch.Tensor:
+        """The state that enters a chunk; subclasses may change how gradients pass there."""
+        return S
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         """Phase 3: merge_mode of every chunk, as outputs [B, T, H, V]."""
@@ -248,7 +253,7 @@ class _Local:
     def _one_token(self) -> torch.Tensor:
         """Output of one token of zeros, which has the width of the outputs if there are no tokens."""
         zeros = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in self.tokens.items()}
-        one = _Local(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)], self.zero)
+        one = LocalChunks(self.program, zeros, self.params, self.numbers, [_Chunk(0, 1, 0, False, False)], self.zero)
         one.contribute()
         return one.merge(self.zero.unsqueeze(2))
 
@@ -282,7 +287,7 @@ def _rows_of_units(widths: list[int]) -> list[list[int]]:
     return states
 
 
-def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:
+def unit_transition(like: torch.Tensor, dense: bool = True) -> torch.Tensor:
     """The transition that changes no state, for states like this one [B, H, *state]."""
     if not dense:
         return torch.ones_like(like)
@@ -292,7 +297,7 @@ def _one(like: torch.Tensor, dense: bool) -> torch.Tensor:
 def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor, C: int) -> None:
     """Runs one call; CompileError if the functions, which work on one chunk, fail on many at once."""
     T = next(iter(tokens.values())).shape[1]
-    local = _Local(program, tokens, params, program.meta.numbers, _cut(T, C), torch.zeros_like(initial))
+    local = LocalChunks(program, tokens, params, program.meta.numbers, _cut(T, C), torch.zeros_like(initial))
     with _many("chunk_mode", program.chunk):
         local.contribute()
     with _many("decay_mode", program.decay):
@@ -316,10 +321,12 @@ def _many(role: str, traced: Traced) -> Iterator[None]:
 def run(
     program: Program, tokens: Tensors, params: Tensors, initial: torch.Tensor | None, state: tuple[int, ...],
     bounds: list[int] | None, C: int, sp: SequenceParallel | None, rows: int, description: str,
+    made: Callable[..., LocalChunks] = LocalChunks,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Outputs [B, T, H, V] and final states; `initial` are states [N, H, *state], None for zeros.
 
     `rows` of tokens here make one of `SequenceParallel.lengths`. `description` is what ranks compare of the call.
+    `made` makes the step that runs the call's chunks.
     """
     x, anchor = next(iter(tokens.values())), None
     B, T, H = x.shape[:3]
@@ -337,7 +344,7 @@ def run(
         chunks = [chunk for chunk in found if chunk.length or chunk.first]
         documents = Documents(table[: len(chunks)].to(x.device), len(bounds) - 1)
     zero = x.new_zeros(B, H, *state)
-    local = _Local(program, tokens, params, program.meta.numbers, chunks, zero, documents)
+    local = made(program, tokens, params, program.meta.numbers, chunks, zero, documents)
     local.contribute()
     if program.transition == "max-plus":
         local.find_maxima(initial, sp)

@@ -38,9 +38,11 @@ class Lowering:
 
     Attributes:
         name: its name in ``explain``: one word, which no other lowering of the program has.
+        chunk_size: of the programs with a ``chunk_size`` whose calls `in_pytorch` runs; None for those without.
     """
 
     name: str = ""
+    chunk_size: int | None = None
 
     def plan(
         self, code: Generated, given: CallSpec, initial: bool, n_docs: int, returns_final: bool,

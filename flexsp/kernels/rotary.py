@@ -41,5 +41,7 @@ def halved(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def turn_rows(state: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """state [N, H, K, V], whose rows depend on ``turns`` [N or 1, H or 1, S] as on rotations of S pairs of rows side by
     side, but are not rotated: for the gradient alone."""
+    if not turns.requires_grad:
+        return state
     angle = 2 * math.pi * (turns - turns.detach()).unsqueeze(-2)
     return rotate(state.transpose(-1, -2), angle).transpose(-1, -2)

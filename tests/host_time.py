@@ -6,8 +6,8 @@ is launched, and the memory. Values are not read, as on a GPU. Both versions tak
 the quickest of each counts, in time of the processor: what else the machine does makes a call slower, never quicker.
 Calls over ranks need GPUs: `flexsp bench host`.
 
-mamba2_ssd is called as the layer `Mamba2` of 80 heads calls it. The layer itself is small, since the CPU computes its
-projections; the host's time does not depend on its width.
+mamba2_ssd is called as the layer `Mamba2` of 80 heads calls it. Layers themselves are small, since the CPU computes
+their projections; the host's time does not depend on their width.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ T, HEADS, SIZE = 256, 2, 32
 CALLS, BURSTS = 30, 12
 OPS = (
     "chunk_simple_gla", "mamba2_ssd", "chunk_gla", "chunk_gated_delta_rule", "chunk_rwkv7", "chunk_hgrn", "chunk_mlstm",
+    "mamba3",
 )  # fmt: skip
-LAYER = {"hidden_size": 32, "head_dim": 16, "state_size": 16}
+OPTIONS = {"mamba2_ssd": {"dt_softplus": True}, "chunk_mlstm": {"head_first": False}}
+LAYERS: dict[str, dict[str, int]] = {
+    "Mamba2": {"head_dim": 16, "state_size": 16}, "GatedDeltaNet": {"num_heads": 2, "head_dim": 16},
+    "KimiDeltaAttention": {"num_heads": 2, "head_dim": 16}, "MLSTM": {"num_heads": 2},
+}  # fmt: skip
+WIDTH = 32
 
 
 def inputs_of(op: str) -> dict[str, Any]:
@@ -51,6 +57,9 @@ def inputs_of(op: str) -> dict[str, Any]:
         return {"r": q, "w": -0.5 * torch.rand(rows), "k": unit, "v": v, "a": -unit, "b": unit.clone()}
     if op == "chunk_hgrn":
         return {"x": normal(1, T, 64), "g": gates(1, T, 64)}
+    if op == "mamba3":
+        x, steps, angles = normal(1, T, HEADS, 16), torch.rand(heads), torch.randn(1, T, HEADS, SIZE // 4)
+        return {"x": x, "dt": steps, "A": -torch.rand(heads), "B": k, "C": q, "trap": steps.logit(), "angles": angles}
     if op == "chunk_mlstm":
         return {"q": q, "k": k, "v": v, "i": torch.randn(heads), "f": gates(*heads).exp().logit()}
     found = {"q": q, "k": k, "v": v, "g": gates(*(rows if op == "chunk_gla" else heads))}
@@ -119,10 +128,13 @@ def measure() -> dict[str, float]:
     found = {}
     for name in OPS:
         leaves = {key: x.detach().requires_grad_() for key, x in inputs_of(name).items()}
-        options = {"mamba2_ssd": {"dt_softplus": True}, "chunk_mlstm": {"head_first": False}}.get(name, {})
-        found |= both_ways(name, functools.partial(getattr(ops, name), **leaves, **options), [*leaves.values()])
-    layer, x = nn.Mamba2(**LAYER), torch.randn(1, 8, LAYER["hidden_size"], requires_grad=True)
-    return found | both_ways("Mamba2", lambda: (layer(x), None), [x, *layer.parameters()])
+        call = functools.partial(getattr(ops, name), **leaves, **OPTIONS.get(name, {}))
+        found |= both_ways(name, call, [*leaves.values()])
+    x = torch.randn(1, 8, WIDTH, requires_grad=True)
+    for name, sizes in LAYERS.items():
+        layer = getattr(nn, name)(WIDTH, **sizes)
+        found |= both_ways(name, lambda layer=layer: (layer(x), None), [x, *layer.parameters()])
+    return found
 
 
 def both_ways(name: str, call: Callable[[], tuple[Any, Any]], leaves: Sequence[Any]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.arguments import signature_of
 from flexsp.exceptions import checks_wanted
 from flexsp.kernels import executable as executables
+from flexsp.kernels import run as launches
 from flexsp.kernels.diagonal.op import Diagonal, Ssd
 from flexsp.ops import _validate, chunk_simple_gla
 from tests import host_time, variants
@@ -177,6 +178,7 @@ def test_calls_whose_text_leaves_the_scale_out_have_recipes_of_their_own() -> No
 
 FUNCTIONS = {
     "chunk_simple_gla": 21, "mamba2_ssd": 21, "chunk_gated_delta_rule": 25, "chunk_rwkv7": 25, "chunk_hgrn": 27,
+    "chunk_mlstm": 52,
 }  # fmt: skip
 """How many functions of this package a forward call may run, each of which costs the host a part of a microsecond."""
 
@@ -185,9 +187,10 @@ FUNCTIONS = {
 def test_calls_worked_out_before_run_few_functions(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXSP_BACKEND", "triton")
     monkeypatch.setattr(executables, "run_steps", lambda *args: None)  # no kernel runs
+    monkeypatch.setattr(launches, "run_steps", lambda *args: None)
     monkeypatch.setattr(_validate, "readable", lambda x: checks_wanted())  # nor are values read, as on a GPU
     inputs, folder = host_time.inputs_of(op), str(Path(flexsp.__file__).parent)
-    options = {"dt_softplus": True} if op == "mamba2_ssd" else {}
+    options = host_time.OPTIONS.get(op, {})
     run: list[str] = []
 
     def note(frame: FrameType, event: str, arg: object) -> None:

@@ -79,7 +79,7 @@ def test_token_by_token(dtype: torch.dtype) -> None:
 def test_weights_of_keys_are_not_rounded(dtype: torch.dtype) -> None:
     """Sums of weights are what outputs are divided by."""
     q, i, f = torch.randn(1, 65, 2, 8).to(dtype), *torch.randn(2, 1, 65, 2).to(dtype).unbind(0)
-    found, _ = mlstm._stabilised(q, i, f, None, 1, None, None)
+    found, _ = mlstm._stabilised(q, i, f, None, 1, None, None, False)
     want = (i.double() - found.m).exp()
     assert relative_error(found.weight, want) < torch.finfo(torch.float32).eps
     assert relative_error(found.log_weight.double().exp(), want) < 4 * torch.finfo(torch.float32).eps

@@ -13,6 +13,7 @@ from flexsp.comm.derivatives import by_autograd, keep_for_backward, kept_for_bac
 from flexsp.kernels import keys_in_pytorch
 from flexsp.kernels.keys_in_pytorch import EPS
 from flexsp.kernels.operators import plain
+from flexsp.kernels.run import power_of_2
 from flexsp.runtime.kept import keep
 from flexsp.runtime.launch import KernelLaunch, begin
 from flexsp.runtime.recipe import step
@@ -118,12 +119,12 @@ def _launch(
 ) -> KernelLaunch:  # fmt: skip
     """A row of programs for each of x0 and x1, or for x0 alone."""
     B, _, H, K = x0.shape
-    block = triton.next_power_of_2(K)
+    block = power_of_2(K)
     lines = max(1, _NUMBERS // block)
     lengths = x0.shape[1], x1.shape[1]
     numbers = [*x0.stride()[:3], *x1.stride()[:3], *[n for T in lengths for n in (B * T * H, T)], H]
     constants = {"K": K, "BK": block, "ROWS": lines, "REPEATS": repeats, "NORM": norm}
-    grid = triton.cdiv(B * max(lengths) * H, lines), count, 1
+    grid = -(-B * max(lengths) * H // lines), count, 1
     return KernelLaunch(kernel, grid, pointers, numbers, constants, {"num_warps": 4})
 
 

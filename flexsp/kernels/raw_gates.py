@@ -12,7 +12,7 @@ from flexsp.comm.derivatives import by_autograd, keep_for_backward, kept_for_bac
 from flexsp.kernels import raw_gates_in_pytorch
 from flexsp.kernels.operators import plain
 from flexsp.kernels.primitives import step_of
-from flexsp.kernels.run import run
+from flexsp.kernels.run import power_of_2, run
 from flexsp.runtime.launch import begin
 from flexsp.runtime.recipe import step
 
@@ -161,7 +161,7 @@ def _given(x: torch.Tensor, A_log: Optional, bias: Optional) -> dict[str, torch.
 def _cut(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | None) -> tuple[list[Any], dict[str, Any]]:
     """Numbers and constants of the kernels that read x."""
     (B, T, H), N = x.shape[:3], x.shape[2:].numel()
-    block = min(_COLUMNS, triton.next_power_of_2(N))
+    block = min(_COLUMNS, power_of_2(N))
     constants = {"N": N, "K": N // H, "BN": block, "ROWS": _NUMBERS // block}
     flags = {"STEEP": A_log is not None, "BIAS": bias is not None, "SIGMOID": factor is not None}
     return [B * T, T, 1.0 if factor is None else float(factor)], constants | flags
@@ -173,7 +173,7 @@ def _forward(x: torch.Tensor, A_log: Optional, bias: Optional, factor: float | N
         return y
     tensors = _given(x, A_log, bias)
     numbers, constants = _cut(x, A_log, bias, factor)
-    grid = triton.cdiv(numbers[0], constants["ROWS"]), triton.cdiv(constants["N"], constants["BN"]), 1
+    grid = -(-numbers[0] // constants["ROWS"]), -(-constants["N"] // constants["BN"]), 1
     run(raw_gates_kernel, grid, tensors | {"y": y}, [*tensors["x"].stride()[:2], *numbers], constants)
     return y
 
@@ -214,14 +214,14 @@ def _backward(
         return dx, dA, dbias
     numbers, constants = _cut(x, A_log, bias, factor)
     per = max(_TOKENS, constants["ROWS"])
-    parts = triton.cdiv(numbers[0], per)
+    parts = -(-numbers[0] // per)
     sums = x.new_empty(2, parts, constants["N"], dtype=torch.float32)
     tensors = _given(x, A_log, bias)
     strides, written = tensors["x"].stride()[:2], {"dy": dy.contiguous(), "dx": dx, "sums": sums}
-    grid = parts, triton.cdiv(constants["N"], constants["BN"]), 1
+    grid = parts, -(-constants["N"] // constants["BN"]), 1
     run(raw_gates_grad_kernel, grid, tensors | written, [*strides, *numbers], constants | {"PER": per})
     if len(there) > 1:
-        block = triton.next_power_of_2(constants["K"])
+        block = power_of_2(constants["K"])
         to = {"sums": sums, "A_log": tensors["A_log"], "dA": sums if dA is None else dA}
         to |= {"dbias": sums if dbias is None else dbias}
         how = {"N": constants["N"], "K": constants["K"], "BK": block, "ROWS": _SUMMED // block}

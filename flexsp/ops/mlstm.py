@@ -109,7 +109,8 @@ def chunk_mlstm(
         given = [read_here(x, q.shape[1], cu_seqlens, sp) for x in given]
     C, n, m = _states(*given)
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype) and plain(q, k, v, i, f, *given, cu_seqlens) and not transformed()
-    gates, last_m = (_stabilised_in_kernels if in_kernels else _stabilised)(q, i, f, m, N, cu_seqlens, sp)
+    stabilised = _stabilised_in_kernels if in_kernels else _stabilised
+    gates, last_m = stabilised(q, i, f, m, N, cu_seqlens, sp, return_last_states)
     kind = torch.float32 if q.dtype == torch.float16 else q.dtype
     reads, keys = q.to(kind), k.to(kind)
     rows: Any = in_pytorch
@@ -124,7 +125,7 @@ def chunk_mlstm(
     )  # fmt: skip
     h = rows.quotients(numerator, denominator, gates.m, eps + 0.0, v.dtype)  # a float, also if eps is an int
     h = h.transpose(1, 2) if head_first else h
-    if C is None or n is None:
+    if C is None or n is None or last_m is None:
         return h, None
     if sp is not None:
         _, h, C, n = _shared(sp, h, C, n)
@@ -166,7 +167,7 @@ def recurrent_mlstm(
     q, k, v, i, f = _tokens_first(head_first, q, k, v, i, f)
     B, _, H, K, V = _checked(q, k, v, i, f, return_last_states, eps)
     C, n, m = _states(*_initial(c_initial, n_initial, m_initial, (B, H, K, V), q, None, None))
-    gates, last_m = _stabilised(q, i, f, m, B, None, None)
+    gates, last_m = _stabilised(q, i, f, m, B, None, None, return_last_states)
     wide_q, wide_v = programs.wide(q, q) * check.check_scale(scale, K), programs.wide(v, q)
     written = programs.wide(k, q) * unsqueeze(gates.weight, -1)
     augmented = torch.cat([wide_v, torch.ones_like(wide_v[..., :1])], -1)
@@ -174,7 +175,7 @@ def recurrent_mlstm(
     read, state = programs.matrix_loop(wide_q, written, augmented, gates.log_forget.exp(), state)
     h = in_pytorch.quotients(read[..., :V], read[..., V:], gates.m, eps, v.dtype)
     h = h.transpose(1, 2) if head_first else h
-    return h, _last(last_m, state[..., :V], state[..., V]) if return_last_states else None
+    return h, None if last_m is None else _last(last_m, state[..., :V], state[..., V])
 
 
 def _last(final: torch.Tensor, C: torch.Tensor, n: torch.Tensor) -> State:
@@ -187,10 +188,10 @@ def _last(final: torch.Tensor, C: torch.Tensor, n: torch.Tensor) -> State:
 
 def _stabilised(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
-    sp: SequenceParallel | None,
-) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
-    """The gates relative to their maxima m, and the final m [N, H]. m is computed in float64 and is a constant to
-    autograd.
+    sp: SequenceParallel | None, wants_last: bool,
+) -> tuple[in_pytorch.Gates, Optional]:  # fmt: skip
+    """The gates relative to their maxima m, and the final m [N, H] if it is wanted. m is computed in float64 and is a
+    constant to autograd.
 
     Results do not depend on m as long as all factors use the same one. So its differences are taken in float64, too.
 
@@ -206,7 +207,9 @@ def _stabilised(
         own = begun.index_select(0, documents.of_token).t()
         before, along = maxima_between(a, c, begun, own, documents.first, sp, MAXIMA)
     m = along[..., 1:]
-    last = along[..., -1] if documents is None else documents.last(m, begun)
+    last = None
+    if wants_last:
+        last = along[..., -1] if documents is None else documents.last(m, begun)
     dtype = check.accumulation_dtype(q)
     return in_pytorch.gates(log_f, i, before.transpose(1, 2), m.transpose(1, 2), dtype), last
 
@@ -214,8 +217,8 @@ def _stabilised(
 @step
 def _stabilised_in_kernels(
     q: torch.Tensor, i: torch.Tensor, f: torch.Tensor, start: Optional, N: int, cu_seqlens: Optional,
-    sp: SequenceParallel | None,
-) -> tuple[in_pytorch.Gates, torch.Tensor]:  # fmt: skip
+    sp: SequenceParallel | None, wants_last: bool,
+) -> tuple[in_pytorch.Gates, Optional]:  # fmt: skip
     """`_stabilised` by kernels, in float32."""
     from flexsp.kernels.mlstm import gates
 
@@ -225,11 +228,15 @@ def _stabilised_in_kernels(
     if documents is not None:
         starts = gates.Starts(documents.of_token, documents.first, begun.contiguous())
         entering = begun.new_full((1, i.shape[2]), -torch.inf)
-    found = gates.blocks(f.detach(), i.detach(), starts)
+    before = None
     if sp is not None and sp.world_size > 1:
+        found = gates.blocks(f.detach(), i.detach(), starts)
+        before = found.before
         cut = None if documents is None else documents.first.any().view(1)
         entering = enters(*found.all, entering, cut, sp, MAXIMA)
-    made = gates.gates(f, i, starts, found, entering)
+    made = gates.gates(f, i, starts, before, entering)
+    if not wants_last:
+        return made, None
     if documents is not None:
         return made, documents.last(made.m.transpose(1, 2), begun)
     return made, made.m[:, -1] if T else entering

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from flexsp.comm.derivatives import IN_PYTORCH, keep_for_backward, kept_for_backward, untransformed
 from flexsp.devices import check_heads
 from flexsp.kernels.mamba3 import rotations
 from flexsp.kernels.mamba3 import steps as of_steps
 from flexsp.kernels.mamba3 import turns as sums
-from flexsp.kernels.run import run
+from flexsp.kernels.run import power_of_2, run
 
 __all__ = ["Rows", "rows", "steps", "turning", "turns"]
 
@@ -73,7 +72,7 @@ class _Cut(NamedTuple):
 
     def walk(self, kernel: Any, tensors: Mapping[str, Tensor], strides: Sequence[int], **constants: bool) -> None:
         added, shared = constants.get("ADDED"), constants.get("SHARED")
-        BS, BH = triton.next_power_of_2(self.S), self.heads(_ADDED if added else _SHARED if shared else _CHANNELS)
+        BS, BH = power_of_2(self.S), self.heads(_ADDED if added else _SHARED if shared else _CHANNELS)
         tile = {"H": self.H, "S": self.S, "BH": BH, "BS": BS, "STEP": _STEP}
         grid = (-(-self.H // BH) * self.n_seg * self.batch, 1, 1)
         warps = 1 if added else max(1, min(4, BH * BS // 32))
@@ -81,14 +80,14 @@ class _Cut(NamedTuple):
 
     def heads(self, channels: int) -> int:
         """Of a tile of so many channels."""
-        return max(1, min(triton.next_power_of_2(self.H), channels // triton.next_power_of_2(self.S)))
+        return max(1, min(power_of_2(self.H), channels // power_of_2(self.S)))
 
     def scan(self, found: Mapping[str, Tensor], initial: Optional, packed: bool, reverse: bool) -> Tensor:
         """What enters the segments, [batch, n_seg, H, S]."""
         enters = torch.empty_like(found["sums"])
         tensors = {**found, "initial": found["sums"] if initial is None else initial, "enters": enters}
         width = self.H * self.S
-        block = min(32, triton.next_power_of_2(width))
+        block = min(32, power_of_2(width))
         constants = {"W": width, "BW": block, "STEP": 16, "PACKED": packed, "INITIAL": initial is not None}
         grid = (-(-width // block), self.batch, 1)
         run(sums.turn_scan_kernel, grid, tensors, (self.n_seg,), constants | {"REVERSE": reverse}, 1)
@@ -223,7 +222,7 @@ def _run_steps(kernel: Any, tensors: Mapping[str, Tensor], strided: int) -> None
     """Of tensors [B, T, H], of which the first `strided` may have any strides."""
     given = list(tensors.values())
     batch, T, H = given[0].shape
-    BH = min(128, triton.next_power_of_2(H))
+    BH = min(128, power_of_2(H))
     BT = max(1, _TOKENS // BH)
     blocks = -(-T // BT)
     numbers = [n for x in given[:strided] for n in x.stride()]
@@ -280,7 +279,7 @@ def _constants(given: dict[str, Optional], halves: bool, backward: bool) -> dict
     pairs that do not turn."""
     B, turned = given["b"], given["turns"]
     assert B is not None and turned is not None
-    pairs = triton.next_power_of_2(-(-B.shape[3] // 2))
+    pairs = power_of_2(-(-B.shape[3] // 2))
     still = pairs >= 2 * turned.shape[3]
     if backward:
         BT = max(_LEAST_TOKENS, min(32, _PAIRS // pairs))

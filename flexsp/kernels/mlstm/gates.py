@@ -8,6 +8,7 @@ each block, then the tokens in it.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from flexsp.comm.derivatives import keep_for_backward, kept_for_backward
 from flexsp.devices import check_heads
 from flexsp.kernels.mlstm.in_pytorch import MIN_LOG_FORGET, Gates
 from flexsp.kernels.mlstm.rows import exp32
-from flexsp.kernels.run import run
+from flexsp.kernels.run import Launch, power_of_2, run_in_order
 from flexsp.runtime.launch import begin
+from flexsp.runtime.steps import Workspace
 
 __all__ = ["Blocks", "Starts", "blocks", "gates"]
 
@@ -38,11 +40,15 @@ class Starts(NamedTuple):
     m: torch.Tensor
 
 
+Elements = tuple[torch.Tensor, torch.Tensor]
+"""Of max-plus algebra: (a, c)."""
+
+
 class Blocks(NamedTuple):
     """What is before each block of tokens (a, c) [B, blocks, H], and all tokens [B, H], as elements in float64."""
 
-    before: tuple[torch.Tensor, torch.Tensor]
-    all: tuple[torch.Tensor, torch.Tensor]
+    before: Elements
+    all: Elements
 
 
 @triton.jit
@@ -208,36 +214,52 @@ def mlstm_gates_kernel(
     tl.store(weight + to, exp32(writes), mask=inside)
 
 
-def _given(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> tuple[dict[str, Any], list[int], dict[str, Any]]:
-    """Tensors, strides and constants of the kernels that read tokens."""
-    tensors = {"f": f, "i": i, "first": f, "document": f, "started": f}
+_EACH, _BEFORE, _ALL = ("block_a", "block_c"), ("before_a", "before_c"), ("all_a", "all_c")
+
+
+def _run(which: slice, f: torch.Tensor, i: torch.Tensor, starts: Starts | None, **others: torch.Tensor) -> None:
+    """Those of the three launches: blocks of tokens, what is before each block, gates. What is not among the tensors,
+    and is read and written by them alone, is set aside here."""
+    tensors = {"f": f, "i": i, "first": f, "document": f, "started": f} | others
     if starts is not None:
         tensors |= {"first": starts.first.view(torch.uint8), "document": starts.document, "started": starts.m}
-    heads = min(_HEADS, triton.next_power_of_2(f.shape[2]))
-    return tensors, [*f.stride(), *i.stride()], {"BT": _TOKENS, "BH": heads, "PACKED": starts is not None}
+    (B, T, H), packed = f.shape, starts is not None
+
+    def made() -> tuple[list[Launch], Workspace]:
+        n, BH = -(-T // _TOKENS), min(_HEADS, power_of_2(H))
+        heads, scratch = -(-H // BH), Workspace()
+        reads, numbers = ("f", "i", "first", "document", "started"), [*f.stride(), *i.stride(), T, H, n]
+        constants = {"BT": _TOKENS, "BH": BH, "PACKED": packed}
+        for name in (*_EACH, *_BEFORE, *_ALL):
+            if name not in tensors:
+                scratch.add(name, torch.float64, B, 1 if name in _ALL else n, H)
+        every = [
+            Launch(mlstm_blocks_kernel, (n, heads, B), [*reads, *_EACH], numbers, constants),
+            Launch(mlstm_before_kernel, (heads, B, 1), [*_EACH, *_BEFORE, *_ALL], [T, H, n],
+                   {"BT": _BLOCKS, "BH": BH}, 16),
+            Launch(mlstm_gates_kernel, (n, heads, B), [*reads, *_BEFORE, "entering", *Gates._fields], numbers,
+                   constants),
+        ]  # fmt: skip
+        return [x for x in every[which] if math.prod(x.grid)], scratch
+
+    key = (mlstm_gates_kernel, which.start, which.stop, B, T, H, f.stride(), i.stride(), packed)
+    run_in_order(key, tensors, made)
 
 
 def blocks(f: torch.Tensor, i: torch.Tensor, starts: Starts | None) -> Blocks:
     """Of gates [B, T, H], any strides."""
     B, T, H = f.shape
     check_heads("q", B, H)
-    n = triton.cdiv(T, _TOKENS)
-    each_a, each_c, a, c = torch.empty(4, B, n, H, dtype=torch.float64, device=f.device).unbind(0)
-    total_a, total_c = torch.empty(2, B, H, dtype=torch.float64, device=f.device).unbind(0)
-    tensors, strides, constants = _given(f, i, starts)
-    heads = triton.cdiv(H, constants["BH"])
-    if T:
-        run(mlstm_blocks_kernel, (n, heads, B), tensors | {"block_a": each_a, "block_c": each_c},
-            [*strides, T, H, n], constants)  # fmt: skip
-    whole = {"block_a": each_a, "block_c": each_c, "before_a": a, "before_c": c, "all_a": total_a, "all_c": total_c}
-    run(mlstm_before_kernel, (heads, B, 1), whole, [T, H, n], {"BT": _BLOCKS, "BH": constants["BH"]}, warps=16)
-    return Blocks((a, c), (total_a, total_c))
+    before_a, before_c = torch.empty(2, B, -(-T // _TOKENS), H, dtype=torch.float64, device=f.device).unbind(0)
+    all_a, all_c = torch.empty(2, B, H, dtype=torch.float64, device=f.device).unbind(0)
+    _run(slice(0, 2), f, i, starts, before_a=before_a, before_c=before_c, all_a=all_a, all_c=all_c)
+    return Blocks((before_a, before_c), (all_a, all_c))
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: tuple[torch.Tensor, torch.Tensor],
+        ctx: Any, f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: Elements | None,
         entering: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         found = _forward(f, i, starts, before, entering)
@@ -254,36 +276,37 @@ class _Gates(torch.autograd.Function):
         df, di = None, of_log
         if of_forget is not None and ctx.needs_input_grad[0]:
             x = f.float()
-            df = (of_forget * torch.sigmoid(-x)).masked_fill(x < MIN_LOG_FORGET, 0.0).to(f.dtype)
+            df = x.neg().sigmoid_().mul_(of_forget).masked_fill_(x < MIN_LOG_FORGET, 0.0).to(f.dtype)
         if of_weight is not None and ctx.needs_input_grad[1]:
             di = of_weight * weight if of_log is None else torch.addcmul(of_log, of_weight, weight)
         return df, None if di is None else di.to(ctx.dtype), None, None, None
 
 
 def _forward(
-    f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: tuple[torch.Tensor, torch.Tensor],
-    entering: torch.Tensor,
+    f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: Elements | None, entering: torch.Tensor
 ) -> Gates:  # fmt: skip
-    B, T, H = f.shape
-    forget, log_weight, weight = (torch.empty(B, T, H, dtype=torch.float32, device=f.device) for _ in range(3))
-    found = Gates(forget, log_weight, weight, torch.empty(B, T, H, dtype=torch.float64, device=f.device))
-    tensors, strides, constants = _given(f, i, starts)
-    tensors |= {"before_a": before[0], "before_c": before[1], "entering": entering, **found._asdict()}
-    n = before[0].shape[1]
-    if T:
-        run(mlstm_gates_kernel, (n, triton.cdiv(H, constants["BH"]), B), tensors, [*strides, T, H, n], constants)
+    forget = torch.empty(f.shape, dtype=torch.float32, device=f.device)
+    log_weight, weight, m = (torch.empty_like(forget, dtype=x) for x in (None, None, torch.float64))
+    found = Gates(forget, log_weight, weight, m)
+    if before is not None:
+        _run(slice(2, 3), f, i, starts, before_a=before[0], before_c=before[1], entering=entering, **found._asdict())
+    elif f.shape[1]:
+        _run(slice(0, 3), f, i, starts, entering=entering, **found._asdict())
     return found
 
 
-def gates(f: torch.Tensor, i: torch.Tensor, starts: Starts | None, found: Blocks, entering: torch.Tensor) -> Gates:
+def gates(
+    f: torch.Tensor, i: torch.Tensor, starts: Starts | None, before: Elements | None, entering: torch.Tensor
+) -> Gates:  # fmt: skip
     """What `in_pytorch.gates` gives, with gradients for f and i.
 
     Args:
         starts: of packed documents, or None.
-        found: `blocks` of the same gates.
+        before: `blocks` of the same gates; None where they need not be known before ``entering`` is.
         entering: [B, H] in float64, the maximum before all tokens.
     """
+    check_heads("q", f.shape[0], f.shape[2])
     entering = entering.contiguous()
     if torch.is_grad_enabled() and (f.requires_grad or i.requires_grad):
-        return Gates(*_Gates.apply(f, i, starts, found.before, entering))
-    return _forward(f, i, starts, found.before, entering)
+        return Gates(*_Gates.apply(f, i, starts, before, entering))
+    return _forward(f, i, starts, before, entering)

@@ -11,7 +11,7 @@ import triton.language as tl
 from flexsp.comm.derivatives import by_autograd, keep_for_backward, kept_for_backward
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
-from flexsp.kernels.run import run
+from flexsp.kernels.run import power_of_2, run
 from flexsp.runtime.launch import begin
 from flexsp.runtime.recipe import step
 
@@ -88,10 +88,10 @@ def mlstm_quotients_grad_kernel(
 def _cut(x: torch.Tensor) -> tuple[tuple[int, int, int], list[int], dict[str, int]]:
     """Grid, sizes and constants for the rows of x [B, T, H, N]."""
     B, T, H, N = x.shape
-    block = triton.next_power_of_2(N)
+    block = power_of_2(N)
     lines = max(1, _NUMBERS // block)
     rows = B * T * H
-    return (triton.cdiv(rows, lines), 1, 1), [rows, T, H], {"N": N, "BN": block, "ROWS": lines}
+    return (-(-rows // lines), 1, 1), [rows, T, H], {"N": N, "BN": block, "ROWS": lines}
 
 
 class _Quotients(torch.autograd.Function):

@@ -93,14 +93,13 @@ def of_mlstm() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return ops.chunk_mlstm(*x, head_first=False)[0], x
 
 
-def of_turns(x: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    from flexsp.kernels.mamba3.op import onward
-
-    return onward(x[0] * 2, x[1], torch.tensor(3)), x
-
-
-def of_mamba3() -> tuple[torch.Tensor, list[torch.Tensor]]:
+def of_mamba3(final: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The outputs, or the final angles."""
     x, B, C = (leaf(2, 6, n, 4, dtype=torch.float32) for n in (2, 1, 1))
     trap, angles, bias = (leaf(*size, dtype=torch.float32) for size in ((2, 6, 2), (2, 6, 2, 2), (2, 4)))
     dt, A = torch.rand(2, 6, 2).requires_grad_(), (-torch.rand(2, 6, 2)).requires_grad_()
+    if final:
+        _, state = ops.mamba3(x, dt, A, B, C, trap, angles, output_final_state=True)
+        assert state is not None
+        return state.angle, [dt, angles]
     return ops.mamba3(x, dt, A, B, C, trap, angles, B_bias=bias)[0], [x, dt, A, B, C, trap, angles, bias]

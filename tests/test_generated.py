@@ -287,7 +287,7 @@ def test_code_folder(tmp_path: Path) -> None:
 def explained(sp: Any, name: str, folder: str) -> tuple[str, list[str], list[str], str]:
     model = model_of(name, 2, 20, 24, None, folder, "generated")
     code = model._generated
-    return model.explain(), list(code.kernels), [x.kind for x in code.step.intrinsics], str(code.path)
+    return model.explain(graph=True), list(code.kernels), [x.kind for x in code.step.intrinsics], str(code.path)
 
 
 @pytest.mark.parametrize("name", ["gla", "deltanet"])

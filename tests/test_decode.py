@@ -248,6 +248,11 @@ def test_calls_that_are_refused() -> None:
     model, x, state = model_and_inputs()
     with pytest.raises(ValueError, match="expected at most 16 tokens a step, got 18"):
         model.step(prev_s=state, **{key: y.repeat(1, 6, *[1] * (y.dim() - 2)) for key, y in x.items()})
+    memory = torch.zeros(state.numel() + x["k"].numel())
+    shared, apart = (memory[at : at + x["k"].numel()].view(x["k"].shape) for at in (state.numel() - 1, state.numel()))
+    with pytest.raises(ValueError, match="k: expected memory of its own, since prev_s is changed in place, got memory"):
+        model.step(prev_s=memory[: state.numel()].view(state.shape), **(x | {"k": shared}))
+    model.step(prev_s=memory[: state.numel()].view(state.shape), **(x | {"k": apart}))
     with pytest.raises(ValueError, match=r"missing \['g'\]"):
         model.step(prev_s=state, **{key: y for key, y in x.items() if key != "g"})
     x["q"].requires_grad_()

@@ -113,7 +113,7 @@ def test_kernels_over_ranks(case: str, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", [*slow("process_group"), "posix"])
 def test_documents_over_ranks(transport: str) -> None:
-    kinds = "documents", "documents that end with shards"
+    kinds = "documents", "documents that end with shards", "the first and last have none"
     cases = [("siso", kind, True) for kind in kinds]
     loops.check_ranks(cases, torch.float32, 1e-4, env=INTERPRETED, transport=transport)
 

@@ -47,6 +47,9 @@ def decode(made: Any, prev_s: torch.Tensor, inputs: Tensors) -> torch.Tensor:
         fail(next(iter(tokens)), f"at most {MOST_TOKENS} tokens a step", T // made.rows)
     states = (B, H, *(made._size(s, names, prev_s) for s in meta.state_sizes))
     _check_state(prev_s, states, first.device, wide)
+    for name_of, x in inputs.items():
+        if _overlap(prev_s, x):
+            fail(name_of, f"memory of its own, since {STATE} is changed in place", f"memory of {STATE}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (prev_s, *inputs.values())):
         raise NotAvailable(f"{name}: step has no gradients; call it under torch.no_grad(), or the program itself")
     with torch.no_grad():
@@ -64,6 +67,19 @@ def _check_state(prev_s: torch.Tensor, shape: tuple[int, ...], device: torch.dev
         fail(STATE, f"{shape} of {of} on {device}", f"{tuple(prev_s.shape)} of {prev_s.dtype} on {prev_s.device}")
     if not prev_s.is_contiguous():
         fail(STATE, "contiguous states, which are changed in place", f"strides {prev_s.stride()}")
+
+
+def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors may share numbers, by the ranges of memory that they lie in."""
+    if not in_memory(x, y) or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    (begin, end), (first, last) = (_range(z) for z in (x, y))
+    return begin < last and first < end
+
+
+def _range(x: torch.Tensor) -> tuple[int, int]:
+    length = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    return x.data_ptr(), x.data_ptr() + length * x.element_size()
 
 
 def _in_pytorch(

@@ -306,7 +306,7 @@ def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     ends: tuple[Tensor, ...] = ()
     if options.want_final:
         found, B, last = ended(*at, turns, tokens.B, tokens.v)
-        ends = _ends(sizes, found, B, last, options)
+        ends = _ends(sizes, found, B, last, options, turns)
     end = ends[0] / _TURN if ends else None
     y, ssm = on_engine(
         q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=options.want_final,
@@ -329,12 +329,14 @@ def _start(initial: Mamba3State | None, eta_first: Tensor, mimo_x: Optional) -> 
 
 
 def _ends(
-    sizes: _Sizes, turns: Tensor, keys: Tensor, v: Tensor, options: _Options
+    sizes: _Sizes, turns: Tensor, keys: Tensor, v: Tensor, options: _Options, sums: Optional
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The final angle, k and v, which ranks exchange in one message.
 
     Args:
         turns, keys, v: of last tokens; keys [B, *, R, H, K] have their bias and are not yet rotated.
+        sums: what came from the ranks before. Its backward pass is an exchange that all ranks make, those without
+            tokens too, whose last angles are those of the initial state.
     """
     S, (R, _, K), P, initial = turns.shape[-1], keys.shape[2:], v.shape[-1], options.initial
     angle = _TURN * turns
@@ -344,6 +346,8 @@ def _ends(
     if initial is not None:
         before = torch.cat([initial.angle, initial.k.transpose(1, 2).flatten(2), initial.v], -1)
     found = last_of_ended(together, sizes.T, before, options.cu_seqlens, options.sp)
+    if options.sp is not None and sums is not None:
+        found = add_backward_dependency(found, sums)
     angle, k, v = found.split([S, R * K, P], -1)
     return angle, k.unflatten(-1, (R, K)).transpose(1, 2), v
 
@@ -381,7 +385,8 @@ def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     if options.want_final:
         found, B, v = ended(*at, turns, given.B, x)
         found = found if arrived is None else arrived.onto(found, arrived.documents, True)
-        ends = _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), options)
+        sums = None if arrived is None else arrived.sum
+        ends = _ends(sizes, found, _heads(B.float(), given.B_bias, sizes), v.float(), options, sums)
     y, ssm = diagonal(
         rows.q, rows.k, x, gate, w=rows.w, turned=kernels.turning(given.angles, given.dt, turns), scale=1.0,
         initial_state=entering(_start(initial, eta_first, None), start, options.pairwise),

@@ -381,8 +381,8 @@ GATES = [
     ),
     *_in(
         "flexsp/ops/mamba3.py",
-        ("found = add_backward_dependency(found, sums)", "pass", "a rank without tokens makes one exchange fewer backward",
-         _MAMBA3_OVER),
+        ("found = add_backward_dependency(found, sums)", "pass",
+         "a rank without tokens makes one exchange fewer backward", _MAMBA3_OVER),
         ("_by_kernels if _has_kernels(sizes, given) else _in_pytorch", "_in_pytorch", "no kernel of Mamba-3 runs",
          _MAMBA3_KERNELS),
         ("sizes.P > 1 and asks", "asks", "the engine is given weights for values of one channel", _MAMBA3_PARTS),

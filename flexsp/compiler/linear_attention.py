@@ -178,8 +178,8 @@ class LinearAttention:
         whatever their dtype. It runs on this rank alone, and has no gradients.
 
         Args:
-            prev_s: states [B, H, *state], contiguous, float32 or bfloat16, float64 if an input is; B = 1 without B. Their
-                memory is no input's.
+            prev_s: states [B, H, *state], contiguous, float32 or bfloat16, float64 if an input is; B = 1 without B.
+                Their memory is no input's.
             inputs: as of a call, with 16 tokens at most: one, or those of a draft.
 
         Raises:

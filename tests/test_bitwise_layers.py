@@ -342,6 +342,8 @@ def test_without_gradients(mode: Any) -> None:
 def test_a_step_is_one_token_of_this_rank() -> None:
     layer = make("mamba2", seeded()).float()
     x, cache = torch.randn(1, LAYERS["mamba2"][2]), layer.init_cache(1)
-    with flexsp.sequence_parallel(SequenceParallel(segment=SEGMENT)):
+    sp = SequenceParallel(segment=SEGMENT)
+    sp.set_lengths([3 * SEGMENT])  # which are not those of a step
+    with flexsp.sequence_parallel(sp):
         y, _ = layer.step(x, cache)
     assert torch.equal(y, layer.step(x, cache)[0])

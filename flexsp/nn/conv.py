@@ -216,7 +216,7 @@ class ShortConvolution(nn.Module):
         check_input("x", x, (None, self.dim))
         check_input("cache", cache, (x.shape[0], self.dim, self.width))
         y, cache = convolve_token(x, cache, self.taps, self.bias)
-        return self._activate(y), cache
+        return F.silu(y) if self.activation == "silu" else y, cache  # not by segments: there are channels along axis 1
 
     def init_cache(self, batch: int, dtype: torch.dtype | None = None) -> Tensor:
         """The cache before the first token: zeros [B, D, W]."""

@@ -303,8 +303,8 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/ops/_rows.py",
-        ("turn_rows(initial, -start)", "turn_rows(initial, start)", "first states turn the other way round", _MAMBA3_KERNELS),
-        ("final = turn_rows(final, end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
+        ("turn_rows(initial, -_TURN * start)", "turn_rows(initial, _TURN * start)", "first states turn the other way round", _MAMBA3_KERNELS),
+        ("final = turn_rows(final, _TURN * end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
         ("turns.sums - turns.sums.detach()", "turns.sums - turns.sums", "angles have no gradients in PyTorch", _MAMBA3),
         ("steps.new_zeros(B, T, R - 1, *steps.shape[3:])], 2)", "steps.new_zeros(B, T, R - 1, *steps.shape[3:])][::-1], 2)",
          "a token turns at its last row", _MIMO),

@@ -173,9 +173,9 @@ OBJECTIVES = [
     *_in(
         "flexsp/grammar/turned.py",
         ("angle - angle.detach()) for name", "angle.detach() - angle) for name", "rows turn the other way", _THETA + "[batch-difference]"),
-        ("S if not at.length else _turned_back(S, self.before[:, at.start])", "S", "angles forget later chunks",
+        ("S if not at.length else turn_rows(S, -self.before[:, at.start])", "S", "angles forget later chunks",
          _THETA + "[batch-difference]"),
-        ("None if final is None else _turned_back(final, ends)", "final", "angles forget last states", _THETA + "[batch-difference]"),
+        ("None if final is None else turn_rows(final, -ends)", "final", "angles forget last states", _THETA + "[batch-difference]"),
         ("previous(self.sums, cu_seqlens, sp)", "previous(self.sums, None, sp)", "documents turn those before",
          _THETA + "[packed-difference]"),
         ("A = rotate(A, angle - angle.detach())", "A = rotate(A, angle.detach() - angle)", "shards turn what passes them the other way",

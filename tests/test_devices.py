@@ -284,6 +284,7 @@ def test_explain_names_the_gpu() -> None:
 ARCHS = (80, 86, 89, 90, 100)
 QUICK = {  # the kernels with the most shared memory at the largest head sizes, and those that are hardest to compile
     "diagonal bfloat16 256 256 packed": ("summarize_kernel", "output_kernel", "dq_kernel", "dkv_kernel"),
+    "turned bfloat16 256 128 packed": ("dq_kernel", "dkv_kernel"),
     "deltanet bfloat16 128 128 packed": ("output", "output_backward"),
 }
 
@@ -292,8 +293,10 @@ def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(size, dtype=kind, device="meta")
 
 
-def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any], dict[str, int]]:
-    """The launches of a gated forward and backward pass."""
+def diagonal(
+    dtype: torch.dtype, K: int, V: int, packed: bool, turned: bool = False
+) -> tuple[list[Any], dict[str, int]]:  # fmt: skip
+    """The launches of a gated forward and backward pass; `turned`: tokens turn the state."""
     from flexsp.kernels import executable, operators
     from flexsp.testing.offline import record_launches
     from tests.harness.executables import scalar_decay_executable
@@ -304,6 +307,7 @@ def diagonal(dtype: torch.dtype, K: int, V: int, packed: bool) -> tuple[list[Any
     state = meta(docs or B, H, K, V).requires_grad_()
     bounds = meta(docs + 1, kind=torch.int64) if packed else None
     given = {"q": q, "k": k, "v": v, "g": meta(B, T, H).requires_grad_()}
+    given |= {"turned": meta(B, T, H, K // 2).requires_grad_()} if turned else {}
     operators.chunk_table = lambda *args: meta(9999, 5, kind=torch.int32)  # type: ignore[assignment]
     with record_launches() as launches:
         found = scalar_decay_executable(given, state, docs, 1.0)
@@ -366,7 +370,8 @@ def compile_for(arch: int, configs: dict[str, tuple[str, ...]], assemble: bool) 
         engine, dtype, K, V, *packed = config.split()
         with planned_for(of_arch(arch)):
             how = (getattr(torch, dtype), int(K), int(V), bool(packed))
-            launches, predicted = diagonal(*how) if engine == "diagonal" else generated(engine, *how)
+            by_engine = {"diagonal": diagonal, "turned": functools.partial(diagonal, turned=True)}
+            launches, predicted = by_engine.get(engine, functools.partial(generated, engine))(*how)
         launches = [x for x in launches if not names or x[0].__name__ in names]
         told = [vars(x) for x in compile_launches(launches, arch)] if assemble else []
         shared = [x["shared"] for x in told] or shared_of(launches, arch)
@@ -437,6 +442,9 @@ def every_diagonal(device: Device) -> dict[str, tuple[str, ...]]:
     return {
         f"diagonal {str(dtype).removeprefix('torch.')} {K} {V}{packed}": ()
         for dtype, K, V, _ in all_configs(device) for packed in ("", " packed")
+    } | {
+        f"turned {dtype} {K} {V}{packed}": () for dtype in ("bfloat16", "float32")
+        for K in (64, 128, 256) for V in (16, 64, 128) for packed in ("", " packed")
     }  # fmt: skip
 
 

@@ -91,7 +91,8 @@ def gradients(
     loss = (o.double() * weights[0]).sum()
     if final is not None:
         if by_engine:
-            final = turn_rows(final, last(sums, None, bounds, None).repeat_interleave(2 // case.groups, 1))
+            ends = 2 * math.pi * last(sums, None, bounds, None)
+            final = turn_rows(final, ends.repeat_interleave(2 // case.groups, 1))
         loss = loss + (final.double() * weights[1]).sum()
     (found,) = torch.autograd.grad(loss, turned)
     return found.double()

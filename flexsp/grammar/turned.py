@@ -24,7 +24,7 @@ from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.program import Program
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named
-from flexsp.kernels.rotary import rotate
+from flexsp.kernels.rotary import rotate, turn_rows
 from flexsp.scan.chunks import states_between
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import last, previous
@@ -66,16 +66,17 @@ class TurnedRows(Lowering):
 
     def backward(self, plan: GeneratedPlan, launches: list[LaunchSpec]) -> list[LaunchSpec]:
         from flexsp.kernels.angles import angle_grads
+        from flexsp.kernels.run import power_of_2
 
         K, V = plan.state
-        pairs = min(_PAIRS, _power_of_two(K // 2))
+        pairs = min(_PAIRS, power_of_2(K // 2))
         rows = (*self.rows, self.rows[0])[:3]
         of_rows = [y for x in rows for y in (x, gradient_of(x))]
         states, ended = "@states" if plan.scanned else None, _ENDED if self._keeps_ends(plan) else None
         given = [*of_rows, "@entering", "@leaving", states, ended]
         how, to, filler = Launch(0, 4, 1), gradient_of(THETA), "@entering"
         constants: dict[str, Any] = {
-            "K": K, "V": V, "BP": pairs, "BV": min(_COLUMNS, _power_of_two(V)), "C": plan.chunk,
+            "K": K, "V": V, "BP": pairs, "BV": min(_COLUMNS, power_of_2(V)), "C": plan.chunk,
             "THIRD": len(self.rows) > 2, "SEGMENTS": plan.scanned, "PACKED": plan.n_docs > 0,
         }  # fmt: skip
         mine = LaunchSpec(
@@ -108,11 +109,7 @@ class TurnedRows(Lowering):
         if sp is not None:
             for exchanged in (steps[0].before, ends):
                 o = add_backward_dependency(o, exchanged)
-        return o, None if final is None else _turned_back(final, ends)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+        return o, None if final is None else turn_rows(final, -ends)
 
 
 class _Chunks(functions.LocalChunks):
@@ -134,7 +131,7 @@ class _Chunks(functions.LocalChunks):
 
     def carried_into(self, chunk: int, S: Tensor) -> Tensor:
         at = self.chunks[chunk]
-        return S if not at.length else _turned_back(S, self.before[:, at.start])
+        return S if not at.length else turn_rows(S, -self.before[:, at.start])
 
     def states(self, initial: Optional) -> Any:
         return functools.partial(self.walk, initial)
@@ -154,9 +151,3 @@ class _Chunks(functions.LocalChunks):
         return Transition.of(
             self.zero, states_between(A, torch.zeros_like(A), one, None, dense=True)[:, :, -1], kind="dense"
         )
-
-
-def _turned_back(S: Tensor, angle: Tensor) -> Tensor:
-    """States [B, H, K, V], with the gradient that turning them back by `angle` [B, H, K/2] has."""
-    back = (angle.detach() - angle).unsqueeze(-2)
-    return rotate(S.transpose(-1, -2), back).transpose(-1, -2)

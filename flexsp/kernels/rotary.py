@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 __all__ = ["halved", "paired", "rotate", "turn_rows"]
@@ -38,10 +36,10 @@ def halved(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return x.unflatten(dim, (x.shape[dim] // 2, 2)).transpose(dim - 1, dim).flatten(dim - 1, dim)
 
 
-def turn_rows(state: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """state [N, H, K, V], whose rows depend on ``turns`` [N or 1, H or 1, S] as on rotations of S pairs of rows side by
-    side, but are not rotated: for the gradient alone."""
-    if not turns.requires_grad:
+def turn_rows(state: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """state [N, H, K, V], whose rows depend on ``angle`` [N or 1, H or 1, S] in radians as on rotations of S pairs of
+    rows side by side, but are not rotated: for the gradient alone."""
+    if not angle.requires_grad:
         return state
-    angle = 2 * math.pi * (turns - turns.detach()).unsqueeze(-2)
-    return rotate(state.transpose(-1, -2), angle).transpose(-1, -2)
+    by = (angle - angle.detach()).unsqueeze(-2)
+    return rotate(state.transpose(-1, -2), by).transpose(-1, -2)

@@ -16,6 +16,7 @@ __all__ = ["Turns", "entering", "leaving", "on_engine", "own_products", "product
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
+_TURN = 2 * math.pi
 
 
 def value_rows(v: Tensor, mimo_x: Optional) -> Tensor:
@@ -61,7 +62,7 @@ def on_engine(
         further = torch.cat([gate.unsqueeze(2), gate.new_zeros(B, T, R - 1, H)], 2).flatten(1, 2)
     in_kernels = turns is not None and asks_for_kernels(q.is_cuda, q.dtype)
     if turns is not None and not in_kernels:  # by nothing: for the gradient, of the very rows that products are made of
-        more = 2 * math.pi * (turns.sums - turns.sums.detach()).unsqueeze(2)
+        more = _TURN * (turns.sums - turns.sums.detach()).unsqueeze(2)
         q, k = (rotate(x.to(more.dtype), more, pairwise) for x in (q, k))
     if turns is not None and in_kernels:
         steps = turns.steps.unsqueeze(2)
@@ -84,7 +85,7 @@ def entering(initial: Optional, start: Optional, pairwise: bool) -> Optional:
     if initial is None:
         return None
     initial = initial if pairwise else paired(initial, -2)
-    return initial if start is None else turn_rows(initial, -start)
+    return initial if start is None else turn_rows(initial, -_TURN * start)
 
 
 def leaving(final: Optional, end: Optional, pairwise: bool) -> Optional:
@@ -92,7 +93,7 @@ def leaving(final: Optional, end: Optional, pairwise: bool) -> Optional:
     if final is None:
         return None
     assert end is not None, "the final state turns with the last token"
-    final = turn_rows(final, end)
+    final = turn_rows(final, _TURN * end)
     return final if pairwise else halved(final, -2)
 
 

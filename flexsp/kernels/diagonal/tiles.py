@@ -99,11 +99,12 @@ def choose(
     if dtype != torch.bfloat16:
         return _single_tiles(bk, bv)
     found = _half_tiles(bk, bv) if device.wide_products else _small_half_tiles(bk, bv)
-    if turned:
-        return _turned_tiles(found, bk, bv) if device.wide_products else found
-    if device.wide_products and not device.tensor_memory and (V == 1 or (shared and K <= 128 and V <= 64)):
+    hopper = device.wide_products and not device.tensor_memory
+    if turned and device.wide_products:
+        found = _turned_tiles(found, bk, bv)
+    elif hopper and (V == 1 or (shared and K <= 128 and V <= 64)):
         found = _shared_tiles(found, bk, bv, device, bk // 32 if V > 1 else 1)
-    if gluon and device.wide_products and not device.tensor_memory and _in_gluon(K, V, gated):
+    if gluon and hopper and not turned and _in_gluon(K, V, gated):
         found = replace(found, hopper=True, dq=_HOPPER, dk=_HOPPER, dv=_HOPPER)
     if V == 1:  # queries in fp32, in registers
         found = replace(found, output=replace(found.output, warps=8))
@@ -143,9 +144,10 @@ def _half_tiles(bk: int, bv: int) -> Tiles:
 
 def _turned_tiles(tiles: Tiles, bk: int, bv: int) -> Tiles:
     """Walks that leave gradients of turns read states in two parts, and turn rows: with few rows of a state each, and
-    with dv apart, they spill little. On an H200, Mamba-3 of 80 heads of 128 x 64: 2.6 ms, all of dk and dv at once 3.2.
+    with dv apart, they spill little. On an H200 dk and dv of 128 x 64 in one walk took a fifth longer. There are no
+    more columns than 128 (`flexsp.kernels.diagonal.op`).
     """
-    dq = dk = Tile(64, bv, 8 if bv > 64 else 4, 3 if bv <= 128 else 2)
+    dq = dk = Tile(64, bv, 8 if bv > 64 else 4, 3)
     dv = Tile(bk, min(bv, 64), 8, 3 if bk <= 128 else 2) if bv > 64 or bk > 128 else Tile(bk, min(bv, 32), 4, 3)
     return replace(tiles, dq=dq, dk=dk, dv=dv)
 
@@ -183,6 +185,8 @@ def all_configs(device: Device = H200) -> list[tuple[torch.dtype, int, int, Tile
     flags = itertools.product((False, True), (False, True), (False, True), (False, True))
     sizes = itertools.product(flags, (torch.bfloat16, torch.float32), (64, 128, 256), (1, 16, 64, 128, 256))
     for (shared, gluon, gated, turned), dtype, K, V in sizes:
+        if turned and V > 128:  # in blocks of columns
+            continue
         tiles = choose(dtype, K, V, device, shared=shared, gluon=gluon, gated=gated, turned=turned)
         seen.setdefault(tiles, (dtype, K, V, tiles))
     return list(seen.values())

@@ -9,6 +9,7 @@ __all__ = ["DIAGONAL"]
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _TURNED = "tests/test_turned.py::test_against_the_rotation"
 _SUMS = "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
+_OF_GATES = "tests/test_mamba3_kernels.py", "tests/test_gate_gradients.py"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
 _MIMO = "tests/test_mamba3.py::test_kernels_over_ranks[mimo]"
 _ENGINE = "tests/test_triton_engine.py::"
@@ -273,15 +274,27 @@ DIAGONAL = [
     *_in(
         "flexsp/kernels/diagonal/grads.py",
         ("dqc = tl.dot(reading, rest, dqc)", "pass", "reads take states of 8 bits", _SUMS),
-        ("dkc = tl.dot(writing_rows, rest, dkc)", "pass", "writes take states of 8 bits", _SUMS),
+        ("dkc = tl.dot(writing_rows, tl.trans(rest), dkc)", "pass", "writes take states of 8 bits", _SUMS),
         ("S += written(kc, None, weighted(vc, write_weight, V, DOT), V, DOT, PREC)", "S += written(kc, write_weight, vc, V, DOT, PREC)",
          "a chunk reads weights that are not those it writes", _SUMS),
-        ("carried = turn_across(S, dstates + slot, k0, K, V, BK, BV)", "carried = tl.zeros([BK // 2], tl.float32)",
+        ("carried = turn_across(S, dstates + slot, 2 * p0, K, V, 2 * BP, BV)", "carried = tl.zeros([BP], tl.float32)",
          "sums begin anew with nothing", _TURNED + "[pairs]"),
-        ("carried = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=pair < TURNS, other=0.0)", "carried += 0.0",
+        ("if FINAL:\n                end = tl.load", "if False:\n                end = tl.load",
          "documents end without their final states", _TURNED + "[documents]"),
-        ("axis=0, reverse=True)\n                    carried", "axis=0)\n                    carried", "turns answer for what lies before them", _TURNED + "[pairs]"),
+        ("axis=0, reverse=True)\n        carried", "axis=0)\n        carried", "turns answer for what lies before them", _TURNED + "[pairs]"),
         ("carried += tl.sum(here, axis=0)", "carried = tl.sum(here, axis=0)", "a chunk forgets those behind it", _TURNED + "[pairs]"),
+        ("carried = tl.where(last, end, carried)", "pass", "documents know of those behind them", _TURNED + "[documents]"),
+        ("S = load_state(states + slot, 2 * p0, 0,", "S = load_state(states + slot, p0, 0,", "pairs begin with others' states",
+         _TURNED + "[values in two tiles, pairs in two]"),
+        ("pair = p0 + tl.arange(0, BP)", "pair = tl.arange(0, BP)", "pairs have others' final states",
+         _TURNED + "[documents, pairs in two]"),
+        ("tl.debug_barrier()  # other threads may have yet to read what this one writes over", "pass",
+         "sums are written over what others read", _TURNED + "[pairs]"),
+        ("of_pairs: tl.constexpr = READ_TILES * READ_PARTS if TURNED else", "of_pairs: tl.constexpr = TILES * (C // 16) if TURNED else",
+         "gates take some of the pairs that dq leaves", *_OF_GATES),
+        ("PARTS) - across", "PARTS)", "pairs are all that a token reads", *_OF_GATES),
+        ("first = (S.to(tl.int32, bitcast=True) & -65536).to", "first = (S.to(tl.int32, bitcast=True) & -1048576).to",
+         "states keep 12 bits", _SUMS),
         ("here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)", "pass", "keys do not turn", _TURNED + "[pairs]"),
         ("            if k0 < 2 * TURNS:  # channels", "            if k0 < TURNS:  # channels", "the last channels do not turn", _TURNED + "[values in two tiles, pairs in two]"),
         ("                if k0 < 2 * TURNS:\n                    at_turns", "                if True:\n                    at_turns", "channels turn that do not",

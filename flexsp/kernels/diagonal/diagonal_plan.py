@@ -53,7 +53,7 @@ class DiagonalPlan(BasePlan):
 
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-        grads.dkv_kernel, grads.gate_grad_kernel, grads.turn_sums_kernel, grads.token_sums_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel, grads.turns_onward_kernel, grads.token_sums_kernel,
         step_sizes.sum_heads_kernel,
         shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
         shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
@@ -144,8 +144,8 @@ class DiagonalPlan(BasePlan):
         scratch = {
             "@edges": (self._dk_tiles, p.B, p.n_seg, p.H),
             "@ends": (p.n_docs, p.H, read_tiles, dq.bk),
-            "@reads": self._sums(read_tiles, self._parts(dq)),
-            "@pairs": self._of_pairs,
+            "@reads": self._sums(read_tiles, self._parts(dq) * (1 + self._pairs_of_dq)),
+            "@pairs": self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else dk.parts),
             "@writes": self._sums(self._dk_tiles, self._parts(dk)),
             "@read_sums": (p.B, p.H, p.n_chunks, read_tiles, dq.bk),
             "@write_sums": (p.B, p.H, p.n_chunks, self._dk_tiles, self._written),
@@ -172,13 +172,6 @@ class DiagonalPlan(BasePlan):
     def _pairs_of_dq(self) -> bool:
         """Whether the walk of dq leaves what tokens read of their own chunks, since dk does not need these products."""
         return self._exact and self.turned is not None
-
-    @property
-    def _of_pairs(self) -> tuple[int, ...]:
-        dq, dk = self.tiling.tiles.dq, self.tiling.tiles.dk
-        if self._pairs_of_dq:
-            return self._sums(_count(self.tiling.K, dq.bk), self._parts(dq))
-        return self._sums(self._dk_tiles, self.chunk // 16 if self._exact else dk.parts)
 
     @property
     def _written(self) -> int:
@@ -240,10 +233,10 @@ class DiagonalPlan(BasePlan):
         block = min(32, max(16, 1 << (self.angles - 1).bit_length()))
         constants = {
             "K": p.K, "V": p.V, "BV": p.tiles.dk.bv, "TURNS": self.angles, "BP": block, "C": p.chunk,
-            "FINAL": last is not None,
+            "PRODUCTS": self._exact, "FINAL": last is not None,
         }  # fmt: skip
         sums = self.launch(
-            "turn_sums_kernel", Launch(0, 4, 4), (p.B * p.H, p.n_seg, _count(self.angles, block)),
+            "turns_onward_kernel", Launch(0, 4, 4), (p.B * p.H, p.n_seg, _count(self.angles, block)),
             [turns, None if last is None else "@turn_ends", "@states", "@dstates"], [turns],
             (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, in_place=[turns],
         )  # fmt: skip
@@ -369,14 +362,13 @@ class DiagonalPlan(BasePlan):
         turns = None if self._turns_in(wanted) is None else "@turn_reads"
         last = last if dgate or turns else None
         reads, sums = "@reads" if dgate else None, self._read_sums if dgate else None
-        pairs = "@pairs" if dgate and self._pairs_of_dq else None
         ends = None if last is None or not dgate else "@ends"
         turn_ends = None if last is None or turns is None else "@turn_ends"
         dq = self.walk(
             "dq_kernel", tile, _count(p.K, tile.bk),
-            ["q", "k", "v", "do", self.gates, self.writing, to, reads, pairs, sums, turns, ends, turn_ends, "@states",
-             initial, last],
-            named(to, reads, pairs, sums, turns, ends, turn_ends),
+            ["q", "k", "v", "do", self.gates, self.writing, to, reads, sums, turns, ends, turn_ends, "@states", initial,
+             last],
+            named(to, reads, sums, turns, ends, turn_ends),
             ["q", "k", "v", "do", *self.gate_strides, *self.strides(to)],
             INITIAL=initial is not None, READS=dgate, FINAL=last is not None, PARTS=tile.parts, EXACT=self._exact,
             ALIKE=self._alike(("q", "k", "v", "do"), to), STEPS=self.writing is not None,
@@ -431,7 +423,8 @@ class DiagonalPlan(BasePlan):
             "DECAY": primitives.decay_scalar, "FINAL": last is not None,
         }  # fmt: skip
         write_sums, ends = "@write_sums" if self._exact else None, "@edges" if last is None else "@ends"
-        reads = ["@pairs", "@reads", self._read_sums, "@writes", write_sums, "@edges", ends]
+        pairs = None if self._pairs_of_dq else "@pairs"
+        reads = [pairs, "@reads", self._read_sums, "@writes", write_sums, "@edges", ends]
         numbers = (*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         return self.small(
             "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], [to], numbers, **constants

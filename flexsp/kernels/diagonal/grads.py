@@ -16,8 +16,8 @@ Turns (TURNED, docs/math.md, section 18): tokens may rotate pairs of the state's
 of these turns. The gradient of a turn is <S, J dS> of the states before its token, J a rotation by a quarter. It is
 taken of fp32 states at a segment's right edge, or of those of a packed document's end (`turn_ends`), and carried from
 there: a token adds <dq, J q> + <dk, J k>, where pairs on one side of it must cancel. So these products are taken of
-gradients in registers, and `turn_sums_kernel` adds them up. What a chunk reads of S and what it adds to dS are made of
-the same operands, weighted rows of values that are rounded once. States enter products in two parts in bf16, which
+gradients in registers, and `turns_onward_kernel` adds them up. What a chunk reads of S and what it adds to dS are made
+of the same operands, weighted rows of values that are rounded once. States enter products in two parts in bf16, which
 keeps 16 bits. Then tokens' own numbers serve for what is carried to gates, too, and `read_sums` are not needed.
 
 A tile leaves sums over channels in parts, as many as the warps between which its matrix products split the summed axis:
@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.pairs import of_pairs, quarter_turn, turn_across
+from flexsp.kernels.pairs import of_pairs, quarter_turn, sums_onward, turn_across
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -93,8 +93,8 @@ def _in_two(S, DOT: tl.constexpr):
 
 @triton.jit
 def dq_kernel(
-    q, k, v, do, gate, writing, dq, reads, pairs, read_sums, turn_reads, ends, turn_ends, states, initial, dfinal,
-    table, q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
+    q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, turn_ends, states, initial, dfinal, table,
+    q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     DECAY: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr, READS: tl.constexpr, FINAL: tl.constexpr,
@@ -104,10 +104,9 @@ def dq_kernel(
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
-    reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>, and pairs the same of the other
-    part (EXACT and TURNED). read_sums [B, H, chunks, K tiles,
-    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
-    rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
+    reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>; with PAIRS [..., PARTS, 2, C],
+    beside it the same of the other part. read_sums [B, H, chunks, K tiles, BK] fp32 (EXACT): rows of
+    <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL): rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
     STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNS: turn_reads
     [B, T, H, S] fp32 are <dq, J q> of the first S = TURNS pairs of channels, turn_ends [N, H, S] (FINAL) <S, J dfinal>
     of packed documents that end here.
@@ -125,10 +124,10 @@ def dq_kernel(
     dq += b.to(tl.int64) * dq_sb + h * dq_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     writing += b.to(tl.int64) * g_sb + h * g_sh
-    SUMS: tl.constexpr = PARTS * C
+    PAIRS: tl.constexpr = READS and EXACT and TURNED
+    SUMS: tl.constexpr = PARTS * C * (2 if PAIRS else 1)
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
-    pairs += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
     read_sums += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
     of_turns = (b.to(tl.int64) * T * H + h) * TURNS
 
@@ -190,7 +189,8 @@ def dq_kernel(
             da = da.to(DOT)
             if READS:
                 across = _row_sums(qc.to(tl.float32) * dqc, C, BK, PARTS)
-                _store_sums(reads + c * per_chunk * SUMS, across, C, PARTS)
+                if not PAIRS:
+                    _store_sums(reads + c * per_chunk * SUMS, across, C, PARTS)
         else:
             da = tl.zeros([C, C], DOT)
             dqc = tl.zeros([C, BK], tl.float32)
@@ -214,9 +214,10 @@ def dq_kernel(
                     across = turn_across(S, dfinal + at_doc * K * V, k0, K, V, BK, BV)
                     _store_pairs_of(turn_ends + at_doc * TURNS, across, k0, TURNS, BK)
         dqc += mm(da, kc, DOT, PREC)
-        if READS and TURNED and EXACT:
+        if PAIRS:
             within = _row_sums(qc.to(tl.float32) * dqc, C, BK, PARTS) - across
-            _store_sums(pairs + c * per_chunk * SUMS, within, C, PARTS)
+            both = tl.reshape(tl.join(across, within), [C, 2 * PARTS])
+            _store_sums(reads + c * per_chunk * SUMS, both, C, 2 * PARTS)  # at once: each store begins with a barrier
         if TURNS > 0:  # noqa: SIM102 (a constexpr, then a value)
             if k0 < 2 * TURNS:  # channels behind do not turn
                 here = of_pairs(quarter_turn(qc).to(tl.float32) * dqc)
@@ -450,6 +451,7 @@ def gate_grad_kernel(
     seg = tl.program_id(1)
     gate += b.to(tl.int64) * g_sb + h * g_sh
     rows = tl.arange(0, C)
+    EACH: tl.constexpr = 2 if EXACT and TURNED else 1  # what tokens read of other chunks, and of their own
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     straddle = 0.0
@@ -482,12 +484,14 @@ def gate_grad_kernel(
             if not EXACT:
                 write += tl.load(term, mask=valid, other=0.0)
                 pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
-        if EXACT:
-            of_pairs: tl.constexpr = READ_TILES * READ_PARTS if TURNED else TILES * (C // 16)
-            for i in tl.static_range(of_pairs):
-                previous -= tl.load(pairs + at * of_pairs + i * C + rows - 1, mask=before, other=0.0)
+        if EXACT and not TURNED:
+            for i in tl.static_range(TILES * (C // 16)):
+                previous -= tl.load(pairs + at * (TILES * (C // 16)) + i * C + rows - 1, mask=before, other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
-            read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
+            here = reads + (at * (READ_TILES * READ_PARTS) + i * C) * EACH + rows
+            read += tl.load(here, mask=valid, other=0.0)
+            if EACH == 2:
+                previous -= tl.load(here + C - 1, mask=before, other=0.0)
         if EXACT:
             departed = _all_of(write_sums, at // C, TILES, BK)
             carried += departed * departed
@@ -511,17 +515,15 @@ def gate_grad_kernel(
 
 
 @triton.jit
-def turn_sums_kernel(
+def turns_onward_kernel(
     turns, turn_ends, states, dstates, table, T, H, n_seg, n_chunks, per_seg,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TURNS: tl.constexpr, BP: tl.constexpr, C: tl.constexpr,
-    FINAL: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
+    PRODUCTS: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """turns [B, T, H, S = TURNS], what tokens add, become the gradients of turns, in turns of 2 pi.
 
-    Right to left over a segment's chunks, BP pairs a program. turn_ends are as of `dq_kernel`.
-
-    Not in the walk of dk, whose instructions a running sum over rows would make half as many again: it goes from lane
-    to lane and from warp to warp.
+    Right to left over a segment's chunks, BP pairs a program. turn_ends are as of `dq_kernel`. PRODUCTS: as of
+    `sums_onward`. Not in the walk of dk, whose registers are all in use.
     """
     begin(PDL)
     row = tl.program_id(0)
@@ -531,7 +533,7 @@ def turn_sums_kernel(
     p0 = tl.program_id(2) * BP
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
     S = load_state(states + slot, 2 * p0, 0, True, K, V, 2 * BP, BV)
-    carried = turn_across(S, dstates + slot, 2 * p0, K, V, 2 * BP, BV)
+    carried = turn_across(S, dstates + slot, 2 * p0, K, V, 2 * BP, BV)[None, :] + tl.zeros([C, BP], tl.float32)
     pair = p0 + tl.arange(0, BP)
     turns += (b.to(tl.int64) * T * H + h) * TURNS
     c0 = seg * per_seg
@@ -543,11 +545,10 @@ def turn_sums_kernel(
             end = tl.zeros([BP], tl.float32)
             if FINAL:
                 end = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=last & (pair < TURNS), other=0.0)
-            carried = tl.where(last, end, carried)
+            carried = tl.where(last, end[None, :], carried)
         at = turns + start.to(tl.int64) * H * TURNS
         here = load_rows(at, H * TURNS, length, p0, C, TURNS, BP)
-        since = carried[None, :] + tl.cumsum(here, axis=0, reverse=True)
-        carried += tl.sum(here, axis=0)
+        since, carried = sums_onward(here, carried, PRODUCTS)
         tl.debug_barrier()  # other threads may have yet to read what this one writes over
         store_rows(at, since * 6.283185307179586, H * TURNS, length, p0, C, TURNS, BP)
 

@@ -9,7 +9,6 @@ __all__ = ["DIAGONAL"]
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _TURNED = "tests/test_turned.py::test_against_the_rotation"
 _SUMS = "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
-_OF_GATES = "tests/test_mamba3_kernels.py", "tests/test_gate_gradients.py"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
 _MIMO = "tests/test_mamba3.py::test_kernels_over_ranks[mimo]"
 _ENGINE = "tests/test_triton_engine.py::"
@@ -273,24 +272,16 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/grads.py",
-        ("dqc = tl.dot(reading, rest, dqc)", "pass", "reads take states of 8 bits", _SUMS),
+        ("dqc = tl.dot(reading, tl.trans(rest), dqc)", "pass", "reads take states of 8 bits", _SUMS),
         ("dkc = tl.dot(writing_rows, tl.trans(rest), dkc)", "pass", "writes take states of 8 bits", _SUMS),
         ("S += written(kc, None, weighted(vc, write_weight, V, DOT), V, DOT, PREC)", "S += written(kc, write_weight, vc, V, DOT, PREC)",
          "a chunk reads weights that are not those it writes", _SUMS),
-        ("carried = turn_across(S, dstates + slot, 2 * p0, K, V, 2 * BP, BV)[None, :] + tl.zeros([C, BP], tl.float32)", "carried = tl.zeros([C, BP], tl.float32)",
+        ("carried = turn_across(S, dstates + slot, k0, K, V, BK, BV)", "carried = tl.zeros([BK // 2], tl.float32)",
          "sums begin anew with nothing", _TURNED + "[pairs]"),
-        ("if FINAL:\n                end = tl.load", "if False:\n                end = tl.load",
+        ("carried = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=pair < TURNS, other=0.0)", "carried += 0.0",
          "documents end without their final states", _TURNED + "[documents]"),
-                ("carried = tl.where(last, end[None, :], carried)", "pass", "documents know of those behind them", _TURNED + "[documents]"),
-        ("S = load_state(states + slot, 2 * p0, 0,", "S = load_state(states + slot, p0, 0,", "pairs begin with others' states",
-         _TURNED + "[values in two tiles, pairs in two]"),
-        ("pair = p0 + tl.arange(0, BP)", "pair = tl.arange(0, BP)", "pairs have others' final states",
-         _TURNED + "[documents, pairs in two]"),
-        ("tl.debug_barrier()  # other threads may have yet to read what this one writes over", "pass",
-         "sums are written over what others read", _TURNED + "[pairs]"),
-        ("previous -= tl.load(here + C - 1, mask", "previous -= tl.load(here - 1, mask",
-         "what others wrote is taken for a chunk's own", *_OF_GATES),
-        ("PARTS) - across", "PARTS)", "pairs are all that a token reads", *_OF_GATES),
+        ("(tl.cumsum(x, axis=0) - x)", "tl.cumsum(x, axis=0)", "turns do not answer for their own token", _TURNED + "[pairs]"),
+        ("return total[None, :] - (tl.cumsum(x, axis=0) - x), total", "return total[None, :] - (tl.cumsum(x, axis=0) - x), total - carried", "a chunk forgets those behind it", _TURNED + "[pairs]"),
         ("first = (S.to(tl.int32, bitcast=True) & -65536).to", "first = (S.to(tl.int32, bitcast=True) & -1048576).to",
          "states keep 12 bits", _SUMS),
         ("here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)", "pass", "keys do not turn", _TURNED + "[pairs]"),
@@ -300,11 +291,6 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/pairs.py",
-        ("(rows[None, :] >= rows[:, None]).to", "(rows[None, :] <= rows[:, None]).to", "turns answer for what lies before them", _SUMS),
-        ("carried = tl.dot(ones, part, carried)", "pass", "a chunk forgets those behind it", _SUMS),
-        ("tl.static_range(3)", "tl.static_range(1)", "sums have 8 bits", _SUMS),
-        ("axis=0, reverse=True)", "axis=0)", "turns answer for what lies before them, in float32", _TURNED + "[pairs]"),
-        ("carried += tl.sum(x, axis=0)[None, :]", "pass", "a chunk forgets those behind it, in float32", _TURNED + "[pairs]"),
         ("tl.join(-y, x)", "tl.join(y, x)", "both channels turn the same way", _TURNED + "[pairs]"),
         ("tl.where(k % 2 == 0, -1.0, 1.0)", "tl.where(k % 2 == 0, 1.0, -1.0)", "states turn the other way round", _TURNED + "[pairs]"),
         ("partner = k + 1 - 2 * (k % 2)", "partner = k", "rows meet themselves", _TURNED + "[pairs]"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_pairs", "of_pairs", "quarter_turn", "store_pairs", "sums_onward", "turn_across"]
+__all__ = ["load_pairs", "of_pairs", "quarter_turn", "store_pairs", "turn_across"]
 
 
 @triton.jit
@@ -58,31 +58,6 @@ def quarter_turn(x):
 def of_pairs(x):
     """Of a tile [N, M] of channels the sums of pairs side by side, [N, M / 2]."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
-
-
-@triton.jit
-def sums_onward(x, carried, PRODUCTS: tl.constexpr):
-    """Sums of x [C, N] over each row and those behind it, and over all rows, in every row: both on top of carried
-    [C, N].
-
-    PRODUCTS: by products with ones, of x in three parts in bf16 that have the digits of fp32 between them. Tensor cores
-    cut sums off, which leaves 2^-22 of them or so. A running sum over rows goes from lane to lane and from warp to
-    warp, and takes more than twice the instructions.
-    """
-    if PRODUCTS:
-        rows = tl.arange(0, x.shape[0])
-        behind = (rows[None, :] >= rows[:, None]).to(tl.bfloat16)
-        ones = tl.full([x.shape[0], x.shape[0]], 1.0, tl.bfloat16)
-        since = carried
-        for _ in tl.static_range(3):
-            part = x.to(tl.bfloat16)
-            x -= part.to(tl.float32)
-            since = tl.dot(behind, part, since)
-            carried = tl.dot(ones, part, carried)
-    else:
-        since = carried + tl.cumsum(x, axis=0, reverse=True)
-        carried += tl.sum(x, axis=0)[None, :]
-    return since, carried
 
 
 @triton.jit

@@ -53,8 +53,7 @@ class DiagonalPlan(BasePlan):
 
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
-        grads.dkv_kernel, grads.gate_grad_kernel, grads.turns_onward_kernel, grads.token_sums_kernel,
-        step_sizes.sum_heads_kernel,
+        grads.dkv_kernel, grads.gate_grad_kernel, grads.token_sums_kernel, step_sizes.sum_heads_kernel,
         shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
         shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
     )  # fmt: skip
@@ -144,7 +143,7 @@ class DiagonalPlan(BasePlan):
         scratch = {
             "@edges": (self._dk_tiles, p.B, p.n_seg, p.H),
             "@ends": (p.n_docs, p.H, read_tiles, dq.bk),
-            "@reads": self._sums(read_tiles, self._parts(dq) * (1 + self._pairs_of_dq)),
+            "@reads": self._sums(read_tiles, self._parts(dq)),
             "@pairs": self._sums(self._dk_tiles, p.tiles.chunk // 16 if self._exact else dk.parts),
             "@writes": self._sums(self._dk_tiles, self._parts(dk)),
             "@read_sums": (p.B, p.H, p.n_chunks, read_tiles, dq.bk),
@@ -167,11 +166,6 @@ class DiagonalPlan(BasePlan):
     def _read_sums(self) -> str | None:
         """Not of walks that take states in two parts: what tokens read of these adds up to the same."""
         return "@read_sums" if self._exact and self.turned is None else None
-
-    @property
-    def _pairs_of_dq(self) -> bool:
-        """Whether the walk of dq leaves what tokens read of their own chunks, since dk does not need these products."""
-        return self._exact and self.turned is not None
 
     @property
     def _written(self) -> int:
@@ -223,26 +217,9 @@ class DiagonalPlan(BasePlan):
         else:
             found = self._of_walks(last, to, wanted)
         found += self.gate_gradients(last, wanted)
-        return [*found, *self._turn_gradients(last, wanted)]
-
-    def _turn_gradients(self, last: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
-        """Of what walks left for every token."""
-        p, turns = self.tiling, self._turns_in(wanted)
-        if turns is None:
-            return []
-        block = min(32, max(16, 1 << (self.angles - 1).bit_length()))
-        constants = {
-            "K": p.K, "V": p.V, "BV": p.tiles.dk.bv, "TURNS": self.angles, "BP": block, "C": p.chunk,
-            "PRODUCTS": self._exact, "FINAL": last is not None,
-        }  # fmt: skip
-        sums = self.launch(
-            "turns_onward_kernel", Launch(0, 4, 4), (p.B * p.H, p.n_seg, _count(self.angles, block)),
-            [turns, None if last is None else "@turn_ends", "@states", "@dstates"], [turns],
-            (p.T, p.H, p.n_seg, p.n_chunks, p.per_seg), constants, in_place=[turns],
-        )  # fmt: skip
-        if turns != "@turns":
-            return [sums]
-        return [sums, self.sum_rows("@turns", gradient_of(str(self.turned)), self.H, self.group)]
+        if self._turns_in(wanted) == "@turns":
+            found.append(self.sum_rows("@turns", gradient_of(str(self.turned)), self.H, self.group))
+        return found
 
     def _of_walks(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """Gradients of q, k, v, and what walks leave to the others."""
@@ -390,18 +367,18 @@ class DiagonalPlan(BasePlan):
         dskip = "@of_skip" if with_dv and skips else None
         of_steps = "@of_steps" if self.writing is not None and dgate and not self._exact else None
         turns = self._turns_in(wanted) if with_dk else None
-        sums = [None if self._pairs_of_dq else "@pairs", "@writes", "@write_sums" if self._exact else None]
-        sums = sums if dgate else [None] * 3
+        sums = ["@pairs", "@writes", "@write_sums" if self._exact else None] if dgate else [None] * 3
         turn_reads = None if turns is None else "@turn_reads"
+        turn_ends = None if turns is None or last is None else "@turn_ends"
         sums += [turns, "@edges" if dgate else None]
         return [self.walk(
             "dkv_kernel", tile, self._dk_tiles if with_dk else _count(p.V, tile.bv),
-            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums[:3], turn_reads,
+            ["q", "k", "v", "do", self.gates, self.writing, self.skip, to, "d_v", *sums[:3], turn_reads, turn_ends,
              *sums[3:], of_steps, dskip, "@states", "@dstates", last, to_initial],
             named(to, "d_v" if with_dv else None, *sums, of_steps, dskip, to_initial),
             ["q", "k", "v", "do", *self.gate_strides, *self.strides(to, "d_v"), *self.skip_strides],
             named("q", "k", "v", "do", self.gates, self.writing, self.skip, "@dstates",
-                  "@states" if dgate else None, turn_reads, last),
+                  "@states" if dgate or turns else None, turn_reads, turn_ends, last),
             FINAL=last is not None, INITIAL=to_initial is not None, DK=with_dk, DV=with_dv, DG=dgate, PARTS=tile.parts,
             EXACT=self._exact, ALIKE=self._alike(("q", "k", "v", "do"), to, "d_v"), STEPS=self.writing is not None,
             SKIP=self.skip is not None and with_dv, DSKIP=dskip is not None, BY_TOKEN=self.token_skips and with_dv,
@@ -423,8 +400,7 @@ class DiagonalPlan(BasePlan):
             "DECAY": primitives.decay_scalar, "FINAL": last is not None,
         }  # fmt: skip
         write_sums, ends = "@write_sums" if self._exact else None, "@edges" if last is None else "@ends"
-        pairs = None if self._pairs_of_dq else "@pairs"
-        reads = [pairs, "@reads", self._read_sums, "@writes", write_sums, "@edges", ends]
+        reads = ["@pairs", "@reads", self._read_sums, "@writes", write_sums, "@edges", ends]
         numbers = (*self.gate_strides, p.T, p.H, p.n_seg, p.n_chunks, p.per_seg)
         return self.small(
             "gate_grad_kernel", (p.B * p.H, p.n_seg, 1), [*reads, "@gates", to], [to], numbers, **constants

@@ -16,9 +16,9 @@ Turns (TURNED, docs/math.md, section 18): tokens may rotate pairs of the state's
 of these turns. The gradient of a turn is <S, J dS> of the states before its token, J a rotation by a quarter. It is
 taken of fp32 states at a segment's right edge, or of those of a packed document's end (`turn_ends`), and carried from
 there: a token adds <dq, J q> + <dk, J k>, where pairs on one side of it must cancel. So these products are taken of
-gradients in registers, and `turns_onward_kernel` adds them up. What a chunk reads of S and what it adds to dS are made
-of the same operands, weighted rows of values that are rounded once. States enter products in two parts in bf16, which
-keeps 16 bits. Then tokens' own numbers serve for what is carried to gates, too, and `read_sums` are not needed.
+gradients in registers. What a chunk reads of S and what it adds to dS are made of the same operands, weighted rows of
+values that are rounded once. States enter products in two parts in bf16, which keeps 16 bits. Then tokens' own numbers
+serve for what is carried to gates, too, and `read_sums` are not needed.
 
 A tile leaves sums over channels in parts, as many as the warps between which its matrix products split the summed axis:
 adding them up later costs less than a barrier a chunk.
@@ -29,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flexsp.kernels.pairs import of_pairs, quarter_turn, sums_onward, turn_across
+from flexsp.kernels.pairs import of_pairs, quarter_turn, turn_across
 from flexsp.kernels.primitives import (
     chunk_info,
     group_of,
@@ -47,17 +47,14 @@ from flexsp.kernels.primitives import (
 )
 from flexsp.runtime.launch import begin
 
-
-@triton.jit
-def _row_sums(x, C: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
-    """Sums of x [C, N] over N, in parts: [C, PARTS]."""
-    return tl.sum(tl.reshape(x, [C, PARTS, N // PARTS]), axis=2)
+_PI2 = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
-def _store_sums(to, sums, C: tl.constexpr, PARTS: tl.constexpr):
-    """to [PARTS, C] = sums [C, PARTS]."""
-    tl.store(to + tl.arange(0, PARTS)[None, :] * C + tl.arange(0, C)[:, None], sums)
+def _row_sums(to, x, C: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    """to [PARTS, C] = sums of x [C, N] over N, in parts."""
+    at = tl.arange(0, PARTS)[None, :] * C + tl.arange(0, C)[:, None]
+    tl.store(to + at, tl.sum(tl.reshape(x, [C, PARTS, N // PARTS]), axis=2))
 
 
 @triton.jit
@@ -92,6 +89,17 @@ def _in_two(S, DOT: tl.constexpr):
 
 
 @triton.jit
+def _sums_onward(x, carried):
+    """Sums of x [C, N] over each row and those behind it, and over all rows [N], on top of carried [N].
+
+    As what the rows before leave of all: a running sum from the other end would take twice as many exchanges between
+    lanes, which put rows in reverse order and back.
+    """
+    total = carried + tl.sum(x, axis=0)
+    return total[None, :] - (tl.cumsum(x, axis=0) - x), total
+
+
+@triton.jit
 def dq_kernel(
     q, k, v, do, gate, writing, dq, reads, read_sums, turn_reads, ends, turn_ends, states, initial, dfinal, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh, dq_sb, dq_st, dq_sh,
@@ -104,9 +112,9 @@ def dq_kernel(
 ):
     """dq_i = scale (sum_j dA_ij E_ij k_j + e^{b_i} S do_i), state tile [BK, BV >= V].
 
-    reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>; with PAIRS [..., PARTS, 2, C],
-    beside it the same of the other part. read_sums [B, H, chunks, K tiles, BK] fp32 (EXACT): rows of
-    <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL): rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
+    reads [B, H, chunks, K tiles, PARTS, C] fp32: <q_i, the inter-chunk part of dq_i>. read_sums [B, H, chunks, K tiles,
+    BK] fp32 (EXACT): rows of <S, what the chunk adds to dS>, S as it enters. ends [N, H, K tiles, BK] fp32 (FINAL):
+    rows of <S, dfinal> of packed documents that end here. GROUP heads share rows of q and of k; dq has a row a head.
     STEPS: keys have gates of their own, `writing` (see `step_kernel`). STRICT: as of `sees`. TURNS: turn_reads
     [B, T, H, S] fp32 are <dq, J q> of the first S = TURNS pairs of channels, turn_ends [N, H, S] (FINAL) <S, J dfinal>
     of packed documents that end here.
@@ -124,8 +132,7 @@ def dq_kernel(
     dq += b.to(tl.int64) * dq_sb + h * dq_sh
     gate += b.to(tl.int64) * g_sb + h * g_sh
     writing += b.to(tl.int64) * g_sb + h * g_sh
-    PAIRS: tl.constexpr = READS and EXACT and TURNED
-    SUMS: tl.constexpr = PARTS * C * (2 if PAIRS else 1)
+    SUMS: tl.constexpr = PARTS * C
     per_chunk = tl.num_programs(0).to(tl.int64)
     reads += (tl.program_id(1) * n_chunks * per_chunk + tile) * SUMS
     read_sums += (tl.program_id(1) * n_chunks * per_chunk + tile) * BK
@@ -170,32 +177,26 @@ def dq_kernel(
             reading = weighted(oc, read_weight, V, DOT).to(DOT)
         if TURNED and EXACT:
             held, rest = _in_two(S, DOT)
-            held = tl.trans(held)
-            rest = tl.trans(rest)
         else:
-            held = tl.trans(S.to(DOT))
+            held = S.to(DOT)
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
             if TURNED:
-                dqc = mm(reading, held, DOT, PREC)
+                dqc = mm(reading, tl.trans(held), DOT, PREC)
                 if EXACT:
-                    dqc = tl.dot(reading, rest, dqc)
+                    dqc = tl.dot(reading, tl.trans(rest), dqc)
             else:
-                dqc = mm(oc, held, DOT, PREC) * read_weight[:, None]
+                dqc = mm(oc, tl.trans(held), DOT, PREC) * read_weight[:, None]
             if GATED:
                 da = da * (power(tl.where(seen, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
             else:
                 da = tl.where(seen, da * scale, 0.0)
             da = da.to(DOT)
             if READS:
-                across = _row_sums(qc.to(tl.float32) * dqc, C, BK, PARTS)
-                if not PAIRS:
-                    _store_sums(reads + c * per_chunk * SUMS, across, C, PARTS)
+                _row_sums(reads + c * per_chunk * SUMS, qc.to(tl.float32) * dqc, C, BK, PARTS)
         else:
             da = tl.zeros([C, C], DOT)
             dqc = tl.zeros([C, BK], tl.float32)
-            if READS:
-                across = tl.zeros([C, PARTS], tl.float32)
         if GATED:
             S = S * power(b_end)
         if TURNED:
@@ -214,10 +215,6 @@ def dq_kernel(
                     across = turn_across(S, dfinal + at_doc * K * V, k0, K, V, BK, BV)
                     _store_pairs_of(turn_ends + at_doc * TURNS, across, k0, TURNS, BK)
         dqc += mm(da, kc, DOT, PREC)
-        if PAIRS:
-            within = _row_sums(qc.to(tl.float32) * dqc, C, BK, PARTS) - across
-            both = tl.reshape(tl.join(across, within), [C, 2 * PARTS])
-            _store_sums(reads + c * per_chunk * SUMS, both, C, 2 * PARTS)  # at once: each store begins with a barrier
         if TURNS > 0:  # noqa: SIM102 (a constexpr, then a value)
             if k0 < 2 * TURNS:  # channels behind do not turn
                 here = of_pairs(quarter_turn(qc).to(tl.float32) * dqc)
@@ -228,8 +225,8 @@ def dq_kernel(
 
 @triton.jit
 def dkv_kernel(
-    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turns, edges, of_steps, of_skip,
-    states, dstates, dfinal, dinitial, table,
+    q, k, v, do, gate, writing, skip, dk, dv, pairs, writes, write_sums, turn_reads, turn_ends, turns, edges, of_steps,
+    of_skip, states, dstates, dfinal, dinitial, table,
     q_sb, q_st, q_sh, k_sb, k_st, k_sh, v_sb, v_st, v_sh, do_sb, do_st, do_sh, g_sb, g_sh,
     dk_sb, dk_st, dk_sh, dv_sb, dv_st, dv_sh, w_sb, w_st, w_sh,
     T, H, n_seg, n_chunks, per_seg, scale,
@@ -247,16 +244,15 @@ def dkv_kernel(
     write_sums [B, H, chunks, K tiles, BK] (EXACT; rows of <dS, what the chunk adds to S>, dS as it enters), all fp32,
     are then this tile's channels of those sums. EXACT: `writes` are <v_j, dv_j>, or <k_j, dk_j> in a walk without dv:
     what j wrote for all tokens that read it; `pairs` are what i reads of its own chunk, of the same rounded scores, so
-    that the pairs before a token cancel (`dq_kernel` leaves them where TURNED). Else `pairs` [B, H, chunks, K tiles,
-    PARTS, C] are the pairs on both sides of a token, each counted once: a product more, but the gradient of a nearly
-    closed gate, of pairs that are far smaller than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V]
-    (with DV): dS at the start of packed documents.
+    that the pairs before a token cancel. Else `pairs` [B, H, chunks, K tiles, PARTS, C] are the pairs on both sides of
+    a token, each counted once: a product more, but the gradient of a nearly closed gate, of pairs that are far smaller
+    than those that cancel, keeps its fp32 digits. dinitial [N, H, K, V] (with DV): dS at the start of packed documents.
 
     GROUP heads share rows of q and of k; dk has a row a head. STEPS: keys have gates of their own, `writing` (see
     `step_kernel`), and of_steps [B, H, chunks, K tiles, PARTS, C] (DG, not EXACT) are <k_j, dk_j>. SKIP (with DV): o
     has skip [H] times v besides, or skip [B, T, H] times v (BY_TOKEN), which `writes` leave out. DSKIP: of_skip [B, H,
-    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNS (with DK): turns [B, T, H, S] fp32 are
-    <dq, J q> + <dk, J k>, the first of which are `turn_reads` of `dq_kernel`.
+    chunks, tiles, PARTS, C] are <v_j, do_j>. STRICT: as of `sees`. TURNS (with DK): turns [B, T, H, S] fp32 are the
+    gradients of turns, in turns of 2 pi; turn_reads and turn_ends are as of `dq_kernel`.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -290,7 +286,6 @@ def dkv_kernel(
         weight = tl.load(skip + h).to(tl.float32)
     rows = tl.arange(0, C)
     seen = sees(rows[None, :], rows[:, None], STRICT)
-    OWN_PAIRS: tl.constexpr = DG and not (EXACT and TURNED)  # else dq leaves them
     if DG and not EXACT:
         later = rows[None, :] >= rows[:, None]
         before = (rows[None, :] < rows[:, None]).to(DOT)
@@ -298,8 +293,11 @@ def dkv_kernel(
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
     dS = load_state(dstates + slot, k0, v0, True, K, V, BK, BV)
-    if DG:
+    if DG or TURNS > 0:
         S = load_state(states + slot, k0, v0, True, K, V, BK, BV)
+    if TURNS > 0:
+        carried = turn_across(S, dstates + slot, k0, K, V, BK, BV)
+    if DG:
         edge = tl.sum(tl.sum(S * dS, axis=1), axis=0)
         tl.store(edges + (tile * (tl.num_programs(1) // H) + b) * n_seg * H + seg * H + h, edge)
     for n in range(c0, c1):
@@ -311,6 +309,11 @@ def dkv_kernel(
                 dS = tl.zeros([BK, BV], tl.float32)
                 if FINAL:
                     dS = load_state(dfinal + at_doc, k0, v0, True, K, V, BK, BV)
+                if TURNS > 0:
+                    carried = tl.zeros([BK // 2], tl.float32)
+                    if FINAL:
+                        pair = k0 // 2 + tl.arange(0, BK // 2)
+                        carried = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=pair < TURNS, other=0.0)
         if GATED:
             bc, b_end = DECAY(gate, c, C)
             written_at = rows_of(writing, c, C) if STEPS else bc
@@ -346,19 +349,19 @@ def dkv_kernel(
             if DK:
                 dac = mm(vc, tl.trans(oc), DOT, PREC)
                 da = (dac * decay).to(DOT)
-            if DV or OWN_PAIRS:
+            if DV or DG:
                 ac = mm(kc, tl.trans(qc), DOT, PREC)
                 a = (ac * decay).to(DOT)
             if DG and not EXACT:
                 pair = ac * decay * dac
-            elif OWN_PAIRS and DV:
+            elif DG and DV:
                 _column_sums(pairs + at_sums * (C // 16) * C, a.to(tl.float32) * dac, C, C)
-            elif OWN_PAIRS:
+            elif DG:
                 _column_sums(pairs + at_sums * (C // 16) * C, da.to(tl.float32) * ac, C, C)
         if DG and not EXACT:  # noqa: SIM102
             if length >= 0:  # of the pairs written before p, those read at p or later
                 both = tl.where(later, mm(before, pair, DOT, PREC), 0.0)
-                _store_sums(pairs + at_sums * SUMS, _row_sums(both, C, C, PARTS), C, PARTS)
+                _row_sums(pairs + at_sums * SUMS, both, C, C, PARTS)
         if DK:
             dkc = tl.zeros([C, BK], tl.float32)
             if length >= 0:
@@ -367,14 +370,13 @@ def dkv_kernel(
                     if EXACT:
                         dkc = tl.dot(writing_rows, tl.trans(rest), dkc)
                         if DG:
-                            added = _row_sums(kc.to(tl.float32) * dkc, C, BK, PARTS)
-                            _store_sums(write_sums + at_sums * SUMS, added, C, PARTS)
+                            _row_sums(write_sums + at_sums * SUMS, kc.to(tl.float32) * dkc, C, BK, PARTS)
                 else:
                     dkc = mm(vc, tl.trans(held), DOT, PREC)
                     if GATED:
                         dkc = dkc * into[:, None]
                 if DG and not EXACT:
-                    _store_sums(writes + at_sums * SUMS, _row_sums(dkc * kc.to(tl.float32), C, BK, PARTS), C, PARTS)
+                    _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
         # Weighted without gates, too, so that it is taken from registers: products that take both operands from shared
         # memory run on into the next turn, and those tiles would need a third buffer, which does not fit.
         read_weight = power(bc) * scale if GATED else scale + tl.zeros([C], tl.float32)
@@ -387,15 +389,16 @@ def dkv_kernel(
         if DK:
             dkc += mm(da, qc, DOT, PREC)
             if DG and EXACT and not DV:
-                _store_sums(writes + at_sums * SUMS, _row_sums(dkc * kc.to(tl.float32), C, BK, PARTS), C, PARTS)
+                _row_sums(writes + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if DG and STEPS and not EXACT:
-                _store_sums(of_steps + at_sums * SUMS, _row_sums(dkc * kc.to(tl.float32), C, BK, PARTS), C, PARTS)
+                _row_sums(of_steps + at_sums * SUMS, dkc * kc.to(tl.float32), C, BK, PARTS)
             if TURNS > 0:  # noqa: SIM102
                 if k0 < 2 * TURNS:
                     at_turns = of_turns + start.to(tl.int64) * H * TURNS
                     here = load_rows(turn_reads + at_turns, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
                     here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)
-                    store_rows(turns + at_turns, here, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
+                    since, carried = _sums_onward(here, carried)
+                    store_rows(turns + at_turns, since * _PI2, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:
             dvc = tl.zeros([C, BV], tl.float32)
@@ -405,7 +408,7 @@ def dkv_kernel(
                     dvc = dvc * into[:, None]
             dvc += mm(a, oc, DOT, PREC)
             if DG and EXACT:
-                _store_sums(writes + at_sums * SUMS, _row_sums(dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS), C, PARTS)
+                _row_sums(writes + at_sums * SUMS, dvc * vc.to(DOT).to(tl.float32), C, BV, PARTS)
             if SKIP:
                 read = oc.to(tl.float32)
                 if BY_TOKEN:
@@ -413,7 +416,7 @@ def dkv_kernel(
                 else:
                     dvc += read * weight
                 if DSKIP:
-                    _store_sums(of_skip + at_sums * SUMS, _row_sums(read * vc.to(tl.float32), C, BV, PARTS), C, PARTS)
+                    _row_sums(of_skip + at_sums * SUMS, read * vc.to(tl.float32), C, BV, PARTS)
             store_rows(dv + start * dv_st, dvc, dv_st, length, v0, C, V, BV)
         if PACKED and INITIAL:  # noqa: SIM102
             if first:
@@ -451,7 +454,6 @@ def gate_grad_kernel(
     seg = tl.program_id(1)
     gate += b.to(tl.int64) * g_sb + h * g_sh
     rows = tl.arange(0, C)
-    EACH: tl.constexpr = 2 if EXACT and TURNED else 1  # what tokens read of other chunks, and of their own
     c0 = seg * per_seg
     c1 = tl.minimum(c0 + per_seg, n_chunks)
     straddle = 0.0
@@ -484,14 +486,11 @@ def gate_grad_kernel(
             if not EXACT:
                 write += tl.load(term, mask=valid, other=0.0)
                 pair += tl.load(pairs + at * (TILES * PARTS) + i * C + rows, mask=valid, other=0.0)
-        if EXACT and not TURNED:
+        if EXACT:
             for i in tl.static_range(TILES * (C // 16)):
                 previous -= tl.load(pairs + at * (TILES * (C // 16)) + i * C + rows - 1, mask=before, other=0.0)
         for i in tl.static_range(READ_TILES * READ_PARTS):
-            here = reads + (at * (READ_TILES * READ_PARTS) + i * C) * EACH + rows
-            read += tl.load(here, mask=valid, other=0.0)
-            if EACH == 2:
-                previous -= tl.load(here + C - 1, mask=before, other=0.0)
+            read += tl.load(reads + at * (READ_TILES * READ_PARTS) + i * C + rows, mask=valid, other=0.0)
         if EXACT:
             departed = _all_of(write_sums, at // C, TILES, BK)
             carried += departed * departed
@@ -512,45 +511,6 @@ def gate_grad_kernel(
             arrived = tl.sum(read, axis=0)
             carried += tl.sum(tl.where(valid, read * read, 0.0), axis=0)
         straddle += arrived
-
-
-@triton.jit
-def turns_onward_kernel(
-    turns, turn_ends, states, dstates, table, T, H, n_seg, n_chunks, per_seg,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TURNS: tl.constexpr, BP: tl.constexpr, C: tl.constexpr,
-    PRODUCTS: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """turns [B, T, H, S = TURNS], what tokens add, become the gradients of turns, in turns of 2 pi.
-
-    Right to left over a segment's chunks, BP pairs a program. turn_ends are as of `dq_kernel`. PRODUCTS: as of
-    `sums_onward`. Not in the walk of dk, whose registers are all in use.
-    """
-    begin(PDL)
-    row = tl.program_id(0)
-    b = row // H
-    h = (row % H).to(tl.int64)
-    seg = tl.program_id(1)
-    p0 = tl.program_id(2) * BP
-    slot = ((b * (n_seg + 1) + seg + 1).to(tl.int64) * H + h) * K * V
-    S = load_state(states + slot, 2 * p0, 0, True, K, V, 2 * BP, BV)
-    carried = turn_across(S, dstates + slot, 2 * p0, K, V, 2 * BP, BV)[None, :] + tl.zeros([C, BP], tl.float32)
-    pair = p0 + tl.arange(0, BP)
-    turns += (b.to(tl.int64) * T * H + h) * TURNS
-    c0 = seg * per_seg
-    c1 = tl.minimum(c0 + per_seg, n_chunks)
-    for n in tl.range(c0, c1, num_stages=4):
-        c = c1 - 1 - (n - c0)
-        start, length, doc, first, last = chunk_info(table, c, T, C, PACKED)
-        if PACKED:
-            end = tl.zeros([BP], tl.float32)
-            if FINAL:
-                end = tl.load(turn_ends + (doc * H + h) * TURNS + pair, mask=last & (pair < TURNS), other=0.0)
-            carried = tl.where(last, end[None, :], carried)
-        at = turns + start.to(tl.int64) * H * TURNS
-        here = load_rows(at, H * TURNS, length, p0, C, TURNS, BP)
-        since, carried = sums_onward(here, carried, PRODUCTS)
-        tl.debug_barrier()  # other threads may have yet to read what this one writes over
-        store_rows(at, since * 6.283185307179586, H * TURNS, length, p0, C, TURNS, BP)
 
 
 @triton.jit

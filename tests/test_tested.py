@@ -73,7 +73,8 @@ def test_lines_of_scripts_are_counted() -> None:
     assert found == {"chunk_kda": {"passed": 1, "failed": 1}, "chunk_gla": {"passed": 1}}
 
 
-def test_a_session_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_session_leaves_a_record(stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"commit": "abc", "dirty": False, "date": "2026-01-02T03:04:05+00:00", "device": "NVIDIA H200"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(record, "environment", lambda device, command: env)
@@ -89,7 +90,10 @@ def test_a_session_leaves_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, (call, teardown) in ends.items():
         for when, outcome in (("setup", "passed"), ("call", call), ("teardown", teardown)):
             recorder.pytest_runtest_logreport(report(name, when, outcome))
-    recorder.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
+    if stopped:
+        with pytest.raises(KeyboardInterrupt):
+            recorder.stop(15, None)
+    recorder.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED if stopped else pytest.ExitCode.INTERRUPTED)
     [path] = tmp_path.iterdir()
     [found] = tested.load(tmp_path)
     assert path.name == "tested_h200_20260102_030405.json" and found["part"] == "1/2" and found["cut_off"]

@@ -105,8 +105,14 @@ class Recorder:
     """A pytest plugin: counts tests and writes a record when the session ends."""
 
     def __init__(self, folder: Path, part: str) -> None:
-        self.folder, self.part = folder, part
+        self.folder, self.part, self.cut_off = folder, part, False
         self.outcomes: dict[str, str] = {}
+
+    def stop(self, *_: object) -> None:
+        """A handler of the signal that time is up, which pytest takes for Ctrl-C. Where tests failed, pytest ends with
+        their status all the same."""
+        self.cut_off = True
+        raise KeyboardInterrupt
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -119,7 +125,7 @@ class Recorder:
             file, _, text = node.partition("::")
             counts.setdefault((file, subject(file, text)), Counter())[outcome] += 1
         if torch.cuda.is_available():
-            cut_off = exitstatus == pytest.ExitCode.INTERRUPTED
+            cut_off = self.cut_off or exitstatus == pytest.ExitCode.INTERRUPTED
             save(self.folder, counts, 1, sys.argv[1:], self.part, cut_off)
 
 

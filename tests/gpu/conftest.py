@@ -31,8 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Deals pytest-xdist's workers out over the GPUs, before CUDA is initialised. The first process records."""
     folder = config.getoption("--tested", None)
     if folder and not hasattr(config, "workerinput"):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # when time is up, what ran is recorded
-        config.pluginmanager.register(Recorder(Path(folder), config.getoption("--shard")))
+        recorder = Recorder(Path(folder), config.getoption("--shard"))
+        signal.signal(signal.SIGTERM, recorder.stop)  # when time is up, what ran is recorded
+        config.pluginmanager.register(recorder)
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
     if worker.startswith("gw") and gpus > 1:
         names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")

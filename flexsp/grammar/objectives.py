@@ -273,26 +273,20 @@ class Spectral(Objective):
         return _diagonal_runs(call)
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
-        H, K, V = call.sizes
-        steps = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1)
-        ends: Optional = None
-        angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
+        _, K, V = call.sizes
+        steps, ends = [call.given[name].to(call.wide) for name in self.inputs], None
+        with torch.no_grad():  # the engine gives the gradients
+            angles = _TURN * running_sum(torch.cat(steps, -1), call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
+            if call.want_final:
+                ends = last(angles, None, call.cu_seqlens, call.group)
         theta, psi = angles.split([K // 2, V // 2], -1)
         # No rows are rounded: FlexLinearAttention has widened them, for the gradients of theta and psi.
-        fixed = theta.detach()
-        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, fixed), (call.k, fixed), (call.values, psi)))
-        if call.want_final:
-            ends = last(angles, None, call.cu_seqlens, call.group)
-        by, sums, end = (None if x is None else -x[..., : K // 2] / _TURN for x in (steps, angles, ends))
-        assert by is not None and sums is not None
-        turns = Turns(by, sums, None, end)
+        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, theta), (call.k, theta), (call.values, psi)))
+        turns = Turns(-steps[0] / _TURN, of_values=-steps[1] / _TURN)
         o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral", turns)
         reads, keys, values = (without_tail(x, call.cu_seqlens, call.group) for x in (call.q, call.k, call.values))
         o = rotate(o.squeeze(2), psi) + call.scale * (reads * keys).sum(-1, keepdim=True) * values
-        if ends is None:
-            return o, None
-        o = o if call.group is None else add_backward_dependency(o, ends)
-        if S is None:
+        if S is None or ends is None:
             return o, None
         theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
         S = rotate(rotate(S, psi).transpose(-1, -2), theta).transpose(-1, -2)

@@ -19,7 +19,7 @@ from flexsp.kernels.rotary import rotate
 from flexsp.ops import _delta as delta
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_gated_delta_product
-from flexsp.ops._rows import Turns, own_products, products, value_rows
+from flexsp.ops._rows import Turns, of_first_rows, own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
@@ -347,21 +347,40 @@ class DeltaRows(Objective):
     def explain(self) -> str:
         return (
             f"runs what chunk_gated_delta_rule does, {2 * self.rank - 1} rows a token: {self.rank} keys, and "
-            f"{self.rank} queries at the last of them and behind it; the state holds K x V"
+            f"{self.rank} queries at the last of them and behind it, but with feature_map.rope(data_dependent=True) "
+            "what is compiled from delta in flexsp/grammar/programs.py; the state holds K x V"
         )
 
     def runs(self, call: Call) -> str:
+        if call.theta is not None:
+            return runs_compiled(*self._turned(call), rows=self._rows)
         return "runs what chunk_gated_delta_rule does"
 
-    def run(self, call: Call) -> tuple[Tensor, Optional]:
-        (B, T), (H, K, V), rows = call.q.shape[:2], call.sizes, 2 * self.rank - 1
+    @property
+    def _rows(self) -> int:
+        return 2 * self.rank - 1
+
+    def _keys(self, call: Call) -> dict[str, Tensor]:
+        """k, v and beta of all rows, [B, T rows, H, ...]."""
+        (B, T, R, H), behind = call.k.shape[:4], self.rank - 1
         v = value_rows(call.values, call.given["mimo_x"]).to(call.v.dtype)
-        beta = call.given["beta"].unsqueeze(2).expand(B, T, self.rank, H)
-        behind = rows - self.rank
-        keys = {"k": pad(call.k, (0, 0, 0, 0, 0, behind)), "v": pad(v, (0, 0, 0, 0, 0, behind))}
-        keys |= {"beta": pad(beta, (0, 0, 0, behind))}
-        tokens = {"q": call.q} | {name: x.flatten(1, 2) for name, x in keys.items()}
-        name = "deltanet"
+        beta = call.given["beta"].unsqueeze(2).expand(B, T, R, H)
+        found = {"k": pad(call.k, (0, 0, 0, 0, 0, behind)), "v": pad(v, (0, 0, 0, 0, 0, behind))}
+        return {name: x.flatten(1, 2) for name, x in (found | {"beta": pad(beta, (0, 0, 0, behind))}).items()}
+
+    def _turned(self, call: Call) -> tuple[Call, str, dict[str, Tensor]]:
+        """The call of a program that has one row for a token, where queries and keys were turned."""
+        queries = pad(call.q, (0, 0, 0, 0, self.rank - 1, 0)).flatten(1, 2)
+        bounds = None if call.cu_seqlens is None else call.cu_seqlens * self._rows
+        gate, theta = (of_first_rows(x, self._rows) for x in (call.gate, call.theta))
+        return call._replace(gate=gate, theta=theta, cu_seqlens=bounds), "delta", {"q": queries} | self._keys(call)
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        (B, T), (H, K, V), rows = call.q.shape[:2], call.sizes, self._rows
+        if call.theta is not None:
+            o, S = compiled(*self._turned(call), call.initial, rows=rows)
+            return o.unflatten(1, (T, rows))[:, :, self.rank - 1 :], S if call.want_final else None
+        tokens, name = {"q": call.q} | self._keys(call), "deltanet"
         if call.gate is not None:
             name, tokens["g"] = "gated_deltanet" if call.gate.dim() == 3 else "vector_gated_delta", call.gate
         options = delta.Call(

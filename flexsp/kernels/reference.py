@@ -123,7 +123,7 @@ def run(
     o, final = step.merge(before), _final(around, documents, ends) if want_final else None
     if relay is not None:
         return relay.to_right(o, final, around[:, :, -1], arrived)
-    for other in (arrived, of_documents, None if frames is None else frames.arrived):  # none of them may reach this rank's tokens
+    for other in (arrived, of_documents, frames and frames.arrived):  # none of them may reach this rank's tokens
         if other is not None:
             o = add_backward_dependency(o, other)
             final = None if final is None else add_backward_dependency(final, other)

@@ -11,7 +11,9 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.rotary import halved, paired, turn_rows
 
-__all__ = ["Turns", "entering", "leaving", "on_engine", "own_products", "products", "value_rows"]
+__all__ = [
+    "Turns", "entering", "leaving", "of_first_rows", "on_engine", "own_products", "products", "value_rows",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -62,11 +64,11 @@ def on_engine(
     if not T and sp is None:
         turns = None  # the final state is the initial one, and so is its gradient, to the last bit
     if turns is not None:
-        of_rows, of_values = _of_first_rows(turns.steps, R), _of_first_rows(turns.of_values, R)
+        of_rows, of_values = of_first_rows(turns.steps, R), of_first_rows(turns.of_values, R)
         q, k = (x if pairwise else paired(x) for x in (q, k))
         initial = entering(initial, turns.start, pairwise)
     o, final = diagonal(
-        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), _of_first_rows(gate, R), turned=of_rows,
+        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), of_first_rows(gate, R), turned=of_rows,
         turned_values=of_values, scale=scale, initial_state=initial, output_final_state=want_final,
         cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R, strict=strict,
     )  # fmt: skip
@@ -75,7 +77,7 @@ def on_engine(
     return o.unflatten(1, (T, R)), final
 
 
-def _of_first_rows(x: Optional, R: int) -> Optional:
+def of_first_rows(x: Optional, R: int) -> Optional:
     """[B, T R, ...]: what tokens have, x [B, T, ...], at the first of their R rows, and zeros."""
     if x is None or R == 1:
         return x

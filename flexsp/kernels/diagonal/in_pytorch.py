@@ -101,11 +101,11 @@ def _frames(turned: Turned, layout: Layout, sp: SequenceParallel, anchor: Option
 
 class _Step:
     """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V], log gates [B, H, chunks, C], and weights
-    [B, H, chunks, C, 1] of a token's own values. strict: tokens do not read what they write themselves. turns, of_values: zeros
-    [B, H, chunks, C, S] with gradients, angles by which pairs of channels of q and k, and of v, are turned.
+    [B, H, chunks, C, 1] of a token's own values. strict: tokens do not read what they write themselves.
 
-    Nothing is turned but for these gradients. They begin anew with each chunk: what tokens turn further than that is
-    what turns back the state that they leave."""
+    turns, of_values: angles [B, H, chunks, C, S] by which pairs of channels of q and k, and of v, are turned, as
+    `_local_turns` makes them: nothing is turned but for their gradients. They begin anew with each chunk. To turn all
+    tokens behind the chunk as well is to turn back the state that it leaves."""
 
     def __init__(
         self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional, weights: Optional,

@@ -27,8 +27,9 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "diagonal_pair", "ssd"]
 class Diagonal(Engine):
     """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
     [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned" and
-    "turned_values" [B, T, H, S], by which tokens rotate the state's rows and columns. The form is "names|rows|strict|description":
-    those that are there, the rows of a token, "strict" or nothing, and what ranks compare of the call."""
+    "turned_values" [B, T, H, S], by which tokens rotate the state's rows and columns. The form is
+    "names|rows|strict|description": those that are there, the rows of a token, "strict" or nothing, and what ranks
+    compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
@@ -155,13 +156,13 @@ def diagonal(
     than one channel: ValueError where these are not there.
 
     turned: by how many turns (of 2 pi) each token rotates the first S pairs of the state's rows, channels 2 p and
-    2 p + 1 of q and k, [B, T, G, S] in float32, or in float64 beside float64, with a row for each head of q. The caller
-    has rotated q and k by the sums of these, without autograd: turned is given for its gradient alone, which is taken of
-    states, so that it is exact over long texts. It is that of turning all that lies before a token, initial states
-    included, against that token and all that lies behind it; final states are behind all tokens.
+    2 p + 1 of q and k, [B, T, G, S] in float32, or in float64 beside float64, with a row for each head of q. The
+    caller has rotated q and k by the sums of these, without autograd: turned is given for its gradient alone, which is
+    taken of states, so that it is exact over long texts. It is that of turning all that lies before a token, initial
+    states included, against that token and all that lies behind it; final states are behind all tokens.
 
-    turned_values: the same of the state's columns and of v, [B, T, H, S]. Outputs are rotated as v is; the caller
-    rotates them back, again without autograd.
+    turned_values: the same of the state's columns and of v, [B, T, H, S]. Outputs and final states are rotated as v is;
+    the caller rotates them back, again without autograd. ValueError where v has fewer than S pairs of channels.
 
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
@@ -193,9 +194,10 @@ def diagonal(
         blocks = ColumnBlocks.of(v.shape[-1]) if turned is None else ColumnBlocks.of(v.shape[-1], _TURNED_COLUMNS)
         if turned_values is not None:
             tensors[-1] = _pairs_in_blocks(blocks, turned_values)
+        given = _in_blocks(blocks, tensors, turned is not None, turned_values is not None)
         o, final = Diagonal.run(
-            form, _in_blocks(blocks, tensors, turned is not None, turned_values is not None), blocks.states(initial_state), cu_seqlens,
-            output_final_state=output_final_state, sp=sp, scale=scale,
+            form, given, blocks.states(initial_state), cu_seqlens, output_final_state=output_final_state, sp=sp,
+            scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
     return functions.run(

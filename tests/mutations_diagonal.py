@@ -211,7 +211,7 @@ DIAGONAL = [
          _REFERENCE + "test_what_narrow_decays_get_is_summed_in_float32"),
         ("k.to(dtype) * i.to(dtype).exp()", "k.to(dtype) * i.to(dtype).exp2()", "write gates are powers of two",
          _REFERENCE + "test_weights_of_tokens"),
-        ("found + self.weights * self.v", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
+        ("found + self.weights * self.own", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
     ),
     *_in(
         "flexsp/kernels/diagonal/tiling.py",
@@ -344,7 +344,6 @@ DIAGONAL = [
         ("F = F if turned is None else turned.turn(F, turned.angles)", "pass", "what a chunk adds is not turned back", _TURNED_IN_PYTORCH + "[pairs]"),
         ("frames.taken(arrived)", "arrived", "states that arrive are not turned", _TURNED_RANKS + "[spectral-batch]"),
         ("frames.sent(mine)", "mine", "states are sent as they are", _TURNED_RANKS + "[spectral-batch]"),
-        ("(arrived, of_documents, frames and frames.arrived)", "(arrived, of_documents)", "a rank does not wait for what answers its angles", _TURNED_RANKS + "[spectral-batch]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",

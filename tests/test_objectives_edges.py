@@ -102,7 +102,7 @@ def test_the_engine_is_given_rows_of_one_dtype(name: str, seed: int, monkeypatch
 
 
 def test_angles_of_spectral_transitions_over_long_texts(seed: int) -> None:
-    """Of turned rows, errors of sums over tokens of the gradients of theta and psi grew with the text: with strong gates
+    """Of turned rows, errors of sums over tokens of gradients of theta and psi grew with the text: with strong gates
     1e-4 at 2,048 tokens and 8e-4 at 16,384, in float32. They are those of a chunk now, at any length."""
     found, want = [], []
     x = draw("spectral", 1, 16384, seed)

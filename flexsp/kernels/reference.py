@@ -33,12 +33,10 @@ class Frames(NamedTuple):
     Attributes:
         sent: a shard's last state [B, H, *state] as it is sent.
         taken: a state that arrived, as it enters the shard.
-        arrived: what an exchange before gave this rank for it.
     """
 
     sent: Callable[[torch.Tensor], torch.Tensor]
     taken: Callable[[torch.Tensor], torch.Tensor]
-    arrived: torch.Tensor
 
 
 class Documents(NamedTuple):
@@ -123,7 +121,7 @@ def run(
     o, final = step.merge(before), _final(around, documents, ends) if want_final else None
     if relay is not None:
         return relay.to_right(o, final, around[:, :, -1], arrived)
-    for other in (arrived, of_documents, frames and frames.arrived):  # none of them may reach this rank's tokens
+    for other in (arrived, of_documents):  # neither may reach this rank's tokens
         if other is not None:
             o = add_backward_dependency(o, other)
             final = None if final is None else add_backward_dependency(final, other)

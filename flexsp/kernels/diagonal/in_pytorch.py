@@ -93,10 +93,9 @@ def _frames(turned: Turned, layout: Layout, sp: SequenceParallel, anchor: Option
         later = begins.flip(0).cumsum(0).flip(0) - begins.long()  # documents that begin behind a chunk
         angles, cut = angles.masked_fill((later > 0).view(-1, 1), 0.0), begins.any().view(1)
     mine = angles.sum(2, keepdim=True)
-    arrived = exchange(mine, Transition.of(mine, None, cut), sp, f"{call}, angles", anchor)
-    before = arrived.squeeze(2)
+    before = exchange(mine, Transition.of(mine, None, cut), sp, f"{call}, angles", anchor).squeeze(2)
     until = mine.squeeze(2) + (before if cut is None else before.masked_fill(cut, 0.0))
-    return Frames(lambda S: turned.turn(S, -until), lambda S: turned.turn(S, before), arrived)
+    return Frames(lambda S: turned.turn(S, -until), lambda S: turned.turn(S, before))
 
 
 class _Step:

@@ -13,7 +13,6 @@ _TURNED_RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
 _ANGLES = "tests/test_objectives_edges.py::test_angles_of_spectral_transitions_over_long_texts"
 _SUMS = "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
-_MIMO = "tests/test_mamba3.py::test_kernels_over_ranks[mimo]"
 _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
 _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
@@ -309,7 +308,7 @@ DIAGONAL = [
         ("turn_rows(initial, -_TURN * start)", "turn_rows(initial, _TURN * start)", "first states turn the other way round", _MAMBA3_KERNELS),
         ("final = final if end is None else turn_rows(final, _TURN * end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
         ("torch.cat([first, first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:])], 2)", "torch.cat([first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:]), first], 2)",
-         "a token turns at its last row", _MIMO),
+         "a token turns at its last row", "tests/test_mamba3.py::test_against_the_token_loop[dtype0-mimo]"),
         ("    if not T and sp is None:\n        turns = None", "    if False:\n        turns = None", "states that nothing turns are turned there and back",
          "tests/test_mamba3.py::test_no_tokens[siso]"),
     ),

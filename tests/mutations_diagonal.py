@@ -346,8 +346,8 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
-        ("angles.masked_fill((later > 0).view(-1, 1), 0.0)", "angles", "documents turn those behind them", _TURNED_RANKS + "[spectral-packed]"),
-        ("before.masked_fill(cut, 0.0)", "before", "documents turn as those before them", _TURNED_RANKS + "[spectral-packed]"),
+        ("angles.masked_fill((later > 0).view(-1, 1), 0.0)", "angles", "documents turn those before them", "tests/test_objectives_edges.py::test_what_is_not_finite_stays_in_its_document[spectral]"),
+        ("before.masked_fill(cut, 0.0)", "before", "documents answer to those before them", _TURNED_RANKS + "[spectral-packed]"),
         ("rotate(found, -self.of_values)", "found", "outputs do not answer for psi", _TURNED_IN_PYTORCH + "[columns]"),
         ("S if of_values is None else rotate(S, of_columns)", "S", "states do not turn their columns", _TURNED_IN_PYTORCH + "[columns]"),
         ("2 * math.pi * turns.cumsum(-2)", "2 * math.pi * turns", "tokens turn but themselves", _TURNED_IN_PYTORCH + "[pairs]"),

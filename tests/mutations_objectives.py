@@ -183,7 +183,7 @@ OBJECTIVES = [
     ),
     *_in(
         "flexsp/grammar/turned.py",
-        ("sp, self.of_token,", "sp, 1,", "in PyTorch shards have a row a token", _THETA_RANKS + "[batch-delta rows]"),
+        ("sp, self.of_token,", "sp, 1,", "in PyTorch shards have a row a token", _THETA_RANKS + "[packed-delta rows]"),
         ("angle - angle.detach()) for name", "angle.detach() - angle) for name", "rows turn the other way", _THETA + "[batch-difference]"),
         ("turn_rows(S, -self.angles[:, :, chunk])", "S", "angles forget later chunks", _THETA + "[batch-difference]"),
         ("self.angles.detach() - self.angles)", "self.angles - self.angles.detach())", "shards turn what passes them the other way",

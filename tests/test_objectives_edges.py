@@ -214,7 +214,8 @@ def with_a_bad_token(sp: Any, name: str, value: float, seed: int) -> tuple[Tenso
     for bad in (True, False):
         now = {key: y.clone() for key, y in x.items()}
         if bad:
-            now["k"][0, 24], now["v"][0, 24] = value, value
+            for key in "qkv":  # of q, gradients of states before are not finite either
+                now[key][0, 24] = value
         leaves = {key: (y if key in SHARED else y[:, start:stop]).clone().requires_grad_() for key, y in now.items()}
         state = initial.clone().requires_grad_()
         o, final = MODELS[name]()(

@@ -85,7 +85,8 @@ def gradients(
     }
     wide = torch.promote_types(dtype, torch.float32)
     given = {name: x if x.dtype == dtype else x.to(wide) for name, x in given.items()}
-    leaves = {name: given.pop(name).to(wide).requires_grad_() for name in ("turned", "turned_values") if name in given}
+    angles = [name for name in ("turned", "turned_values") if given.pop(name, None) is not None]
+    leaves = {name: inputs[name].to(wide).requires_grad_() for name in angles}  # never rounded to half precision
     bounds = torch.tensor(case.bounds) if case.bounds else None
     sums = [2 * math.pi * running_sum(x, bounds, None) for x in leaves.values()]
     angle, *of_values = (x.detach() if by_engine else x for x in sums)

@@ -44,6 +44,7 @@ CASES = {
     "documents, no gate": Case(bounds=(0, 0, 17, 20, 20, 41), others=()),
     "documents, no states": Case(bounds=(0, 33, 45), states=False),
     "values in two tiles, pairs in two": Case(T=20, K=70, V=80, S=35, groups=1),
+    "documents, pairs in two": Case(T=20, K=70, V=8, S=35, groups=1, bounds=(0, 7, 20)),
     "a tile that does not turn": Case(T=20, K=128, S=32),
     "a tile that turns in part": Case(T=20, K=128, S=40, groups=1),
     "shared rows": Case(groups=1, V=5, others=("g_gamma",)),

@@ -91,7 +91,7 @@ def subject(file: str, text: str) -> str:
     """What a test is of: an op, a variant, else what its file is about. ``text`` has the words of its name."""
     name = short(file)
     if name == "test_memory":  # test_mlstm, test_mamba3_gives_the_same_bits_again
-        text = text.removeprefix("test_").replace("_gives", " ").replace("_kernels", " ")
+        text = re.sub("_(gives|kernels|of_every)", " ", text.removeprefix("test_"))
     variants = name in OF_VARIANTS or "variant" in text or (name == "test_matrix" and "test_ops" not in text)
     for word in re.findall(r"\w+", text):
         if variants and word in VARIANTS:

@@ -25,7 +25,9 @@ __all__ = ["MOST_TOKENS", "decode", "launched"]
 MOST_TOKENS = 16
 Tensors = dict[str, torch.Tensor]
 _STATES = (torch.float32, torch.bfloat16)
-_TILE, _NARROW = 512, 16  # numbers of the state that a warp has, and columns of a block where there are few blocks
+# Numbers of the state that a warp has, and columns of a block at least. A block of one warp sums rows up without waiting
+# for another: on an H200, 1.1 to 2.1 times as fast as eight warps of 512 numbers.
+_TILE, _NARROW = 2048, 16
 _HELD = 128 * 256  # numbers of the state that a block holds at most
 _SEQUENCES = 65535  # blocks in the second axis of a launch
 _BLOCKS = 512  # four for each multiprocessor of the largest GPUs
@@ -139,7 +141,7 @@ def launched(
     # A block that stores what is not of its own columns must not meet another one that still reads it.
     whole = layout.cols in kernel.contracted or not all(x.of_columns for x in layout.places())
     width = padded(cols)
-    while not whole and width > _NARROW and (tiles * rows * width > 8 * _TILE or B * H * -(-cols // width) < _BLOCKS):
+    while not whole and width > _NARROW and (tiles * rows * width > _TILE or B * H * -(-cols // width) < _BLOCKS):
         width //= 2
     if B * H > _SEQUENCES:
         raise NotEmittable(f"a launch has up to {_SEQUENCES} heads of sequences, and these are {B * H}")

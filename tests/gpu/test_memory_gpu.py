@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexsp import ops
+from flexsp.kernels.diagonal import tiles, tiling
 from flexsp.testing.compare import FLOAT32_ROUNDING, check_op
 from tests.harness import mamba3, mlstm, selective
 
@@ -54,6 +55,26 @@ def test_mamba3(case: str, dtype: torch.dtype, packed: bool, seed: int, monkeypa
     inputs = mamba3.draw(case, 1 if packed else 2, 203, 6 if packed else 2, seed)
     inputs |= {"cu_seqlens": BOUNDS} if packed else {}
     mamba3.compare(ops.mamba3, case, inputs, dtype, device="cuda")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", [1, 16, 64, 128, 150])
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_mamba3_of_every_size(
+    K: int, values: int, dtype: torch.dtype, packed: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chunks a segment and several segments, so that every walk starts and ends in the middle."""
+    monkeypatch.setattr(mamba3, "P", values)
+    monkeypatch.setitem(mamba3.CASES, "sized", (0, 1, K, K // 4, True))
+    monkeypatch.setattr(tiles, "segment_length", lambda *args: 2)
+    inputs = mamba3.draw("sized", 1 if packed else 2, 203, 6 if packed else 2, seed)
+    inputs |= {"cu_seqlens": BOUNDS} if packed else {}
+    tiling.tiling_of.cache_clear()
+    try:
+        mamba3.compare(ops.mamba3, "sized", inputs, dtype, device="cuda")
+    finally:
+        tiling.tiling_of.cache_clear()
 
 
 @pytest.mark.parametrize("angles", ["of heads", "of one head", "one row"])

@@ -61,8 +61,8 @@ def test_every_tile_configuration(
 ) -> None:
     """Two chunks a segment and several segments, so that every kernel walks, starts and ends in the middle."""
     how = {"shared": bool(tiles.shared), "gluon": tiles.hopper}
-    chosen = [table.choose(dtype, K, V, device, **how) for device in (H200, A100)]
-    assert tiles in chosen
+    some = itertools.product((H200, A100), (False, True))
+    assert tiles in [table.choose(dtype, K, V, device, **how, gated=gated) for device, gated in some]
     monkeypatch.setattr(table, "choose", lambda *args: tiles)
     monkeypatch.setattr(table, "segment_length", lambda *args: 2)
     tiling.tiling_of.cache_clear()

@@ -78,9 +78,25 @@ def _store_pairs_of(to, x, k0, N: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _rest(S, DOT: tl.constexpr):
-    """What a state loses in bf16, in bf16."""
-    return (S - S.to(DOT).to(tl.float32)).to(DOT)
+def _in_two(S, DOT: tl.constexpr):
+    """A state in fp32 as two parts in bf16, which keep 16 bits between them.
+
+    The first is cut off after its 8 bits, which integers do. Rounded to bf16 and back it would take a conversion a
+    number, of which a multiprocessor does few at a time.
+    """
+    first = (S.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return first.to(DOT), (S - first).to(DOT)
+
+
+@triton.jit
+def _sums_onward(x, carried):
+    """Sums of x [C, N] over each row and those behind it, and over all rows [N], on top of carried [N].
+
+    As what the rows before leave of all: a running sum from the other end would take twice as many exchanges between
+    lanes, which put rows in reverse order and back.
+    """
+    total = carried + tl.sum(x, axis=0)
+    return total[None, :] - (tl.cumsum(x, axis=0) - x), total
 
 
 @triton.jit
@@ -157,19 +173,20 @@ def dq_kernel(
         if READS and EXACT and not TURNED:
             added = written(qc, read_weight, oc, V, DOT, PREC)
             _inner_by_rows(read_sums + c * per_chunk * BK, S, added, BK)
-        held = tl.trans(S.to(DOT))
         if TURNED:
             reading = weighted(oc, read_weight, V, DOT).to(DOT)
-            if EXACT:
-                rest = tl.trans(_rest(S, DOT))
+        if TURNED and EXACT:
+            held, rest = _in_two(S, DOT)
+        else:
+            held = S.to(DOT)
         if length >= 0:  # always; Triton splits products in a branch over all warps (see ARCHITECTURE.md, "Walks")
             da = mm(oc, tl.trans(vc), DOT, PREC)
             if TURNED:
-                dqc = mm(reading, held, DOT, PREC)
+                dqc = mm(reading, tl.trans(held), DOT, PREC)
                 if EXACT:
-                    dqc = tl.dot(reading, rest, dqc)
+                    dqc = tl.dot(reading, tl.trans(rest), dqc)
             else:
-                dqc = mm(oc, held, DOT, PREC) * read_weight[:, None]
+                dqc = mm(oc, tl.trans(held), DOT, PREC) * read_weight[:, None]
             if GATED:
                 da = da * (power(tl.where(seen, bc[:, None] - written_at[None, :], float("-inf"))) * scale)
             else:
@@ -316,9 +333,10 @@ def dkv_kernel(
             _inner_by_rows(write_sums + at_sums * BK, dS, added, BK)
         if DK and TURNED:
             writing_rows = weighted(vc, into if GATED else tl.full([C], 1.0, tl.float32), V, DOT).to(DOT)
-            if EXACT:
-                rest = tl.trans(_rest(dS, DOT))
-        held = dS.to(DOT)
+        if DK and TURNED and EXACT:
+            held, rest = _in_two(dS, DOT)
+        else:
+            held = dS.to(DOT)
         a = tl.zeros([C, C], DOT)
         da = tl.zeros([C, C], DOT)
         if DG and not EXACT:
@@ -350,7 +368,7 @@ def dkv_kernel(
                 if TURNED:
                     dkc = mm(writing_rows, tl.trans(held), DOT, PREC)
                     if EXACT:
-                        dkc = tl.dot(writing_rows, rest, dkc)
+                        dkc = tl.dot(writing_rows, tl.trans(rest), dkc)
                         if DG:
                             _row_sums(write_sums + at_sums * SUMS, kc.to(tl.float32) * dkc, C, BK, PARTS)
                 else:
@@ -379,8 +397,7 @@ def dkv_kernel(
                     at_turns = of_turns + start.to(tl.int64) * H * TURNS
                     here = load_rows(turn_reads + at_turns, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
                     here += of_pairs(quarter_turn(kc).to(tl.float32) * dkc)
-                    since = carried[None, :] + tl.cumsum(here, axis=0, reverse=True)
-                    carried += tl.sum(here, axis=0)
+                    since, carried = _sums_onward(here, carried)
                     store_rows(turns + at_turns, since * _PI2, H * TURNS, length, k0 // 2, C, TURNS, BK // 2)
             store_rows(dk + start * dk_st, dkc, dk_st, length, k0, C, K, BK)
         if DV:

@@ -539,7 +539,7 @@ _BETWEEN = [
         "flexsp/kernels/reference.py",
         ("[:, :, -1].clone()", "[:, :, -1]", "a final state is a part of all states",
          "tests/test_reference.py::test_a_final_state_is_no_part_of_all_states"),
-        ("entering = entering + arrived", "entering = arrived", "an initial state is lost over ranks",
+        ("entering = entering + (arrived", "entering = (arrived", "an initial state is lost over ranks",
          _RANKS + "[gla-[9, 0, 21]]"),
         ("cut = documents.table[:, 3].bool()", "cut = documents.table[:, 4].bool()", "documents begin where they end",
          "tests/test_reference.py::test_documents"),

@@ -8,9 +8,11 @@ __all__ = ["DIAGONAL"]
 
 _MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
 _TURNED = "tests/test_turned.py::test_against_the_rotation"
+_TURNED_IN_PYTORCH = "tests/test_turned.py::test_in_pytorch"
+_TURNED_RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
+_ANGLES = "tests/test_objectives_edges.py::test_angles_of_spectral_transitions_over_long_texts"
 _SUMS = "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
 _MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
-_MIMO = "tests/test_mamba3.py::test_kernels_over_ranks[mimo]"
 _ENGINE = "tests/test_triton_engine.py::"
 _HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
 _SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
@@ -208,7 +210,7 @@ DIAGONAL = [
          _REFERENCE + "test_what_narrow_decays_get_is_summed_in_float32"),
         ("k.to(dtype) * i.to(dtype).exp()", "k.to(dtype) * i.to(dtype).exp2()", "write gates are powers of two",
          _REFERENCE + "test_weights_of_tokens"),
-        ("found + self.weights * self.v", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
+        ("found + self.weights * self.own", "found", "weights of tokens are left out", _REFERENCE + "test_weights_of_tokens"),
     ),
     *_in(
         "flexsp/kernels/diagonal/tiling.py",
@@ -305,13 +307,52 @@ DIAGONAL = [
     *_in(
         "flexsp/ops/_rows.py",
         ("turn_rows(initial, -_TURN * start)", "turn_rows(initial, _TURN * start)", "first states turn the other way round", _MAMBA3_KERNELS),
-        ("final = turn_rows(final, _TURN * end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
-        ("turns.sums - turns.sums.detach()", "turns.sums - turns.sums", "angles have no gradients in PyTorch", _MAMBA3),
-        ("steps.new_zeros(B, T, R - 1, *steps.shape[3:])], 2)", "steps.new_zeros(B, T, R - 1, *steps.shape[3:])][::-1], 2)",
-         "a token turns at its last row", _MIMO),
+        ("final = final if end is None else turn_rows(final, _TURN * end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
+        ("torch.cat([first, first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:])], 2)", "torch.cat([first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:]), first], 2)",
+         "a token turns at its last row", "tests/test_mamba3.py::test_against_the_token_loop[dtype0-mimo]"),
+        ("    if not T and sp is None:\n        turns = None", "    if False:\n        turns = None", "states that nothing turns are turned there and back",
+         "tests/test_mamba3.py::test_no_tokens[siso]"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/value_turns.py",
+        ("tl.sum(two * d_one - one * d_two, axis=0)", "tl.sum(one * d_two - two * d_one, axis=0)", "states turn their columns the other way round", _TURNED + "[columns]"),
+        ("found -= u2 * x1 - u1 * x2", "found += u2 * x1 - u1 * x2", "outputs turn the other way round", _TURNED + "[columns]"),
+        ("carried += tl.sum(found, axis=0)", "pass", "columns forget later chunks", _TURNED + "[columns]"),
+        ("            if last:", "            if False:", "columns turn across documents", _TURNED + "[columns, documents]"),
+        ("_across_columns(ended + at_doc, dfinal + at_doc, p0, K, V, BP, BK)", "carried", "documents turn no last states", _TURNED + "[columns, documents]"),
+        ("reverse=True", "reverse=False", "columns turn earlier tokens", _TURNED + "[columns]"),
+        ("seg + 1) * H + h) * K * V", "seg) * H + h) * K * V", "segments end where they begin", _TURNED + "[columns]"),
+        ("for k0 in range(0, K, BK)", "for k0 in range(0, BK, BK)", "a state has as many rows as a program holds", _TURNED + "[columns in two programs, rows in two]"),
+    ),
+    *_in(
+        "flexsp/kernels/diagonal/op.py",
+        ("F.pad(x, (0, more)).unflatten(-1, (blocks.n, blocks.width // 2)).flatten(2, 3)", "F.pad(x, (more, 0)).unflatten(-1, (blocks.n, blocks.width // 2)).flatten(2, 3)",
+         "angles are of other columns", _TURNED + "[wide values, of which some turn]"),
+        ("2 * turned_values.shape[-1] > v.shape[-1]", "turned_values.shape[-1] > v.shape[-1]", "columns are turned that are not there",
+         "tests/test_turned.py::test_angles_of_too_many_columns_are_refused"),
+    ),
+    *_in(
+        "flexsp/scan/chunks.py",
+        ("angles=by[:, :, :, -1])", "angles=0 * by[:, :, :, -1])", "groups of chunks do not turn what passes them", "tests/test_chunks.py::test_states_that_chunks_turn"),
+        ("turned.turn(entering, by[:, :, :, :-1])", "entering", "chunks of a group do not turn what enters it", "tests/test_chunks.py::test_states_that_chunks_turn"),
+        ("S = turned.turn(S, turned.angles.select(axis, c))", "pass", "chunks do not turn what passes them", "tests/test_chunks.py::test_states_that_chunks_turn"),
+        ("torch.zeros_like(turned.angles[:, :, :, 0]), cut, 3)", "torch.zeros_like(turned.angles[:, :, :, 0]), None, 3)", "what is not finite turns documents before",
+         "tests/test_chunks.py::test_nothing_turns_what_is_before_a_cut"),
+    ),
+    *_in(
+        "flexsp/kernels/reference.py",
+        ("F = F if turned is None else turned.turn(F, turned.angles)", "pass", "what a chunk adds is not turned back", _TURNED_IN_PYTORCH + "[pairs]"),
+        ("frames.taken(arrived)", "arrived", "states that arrive are not turned", _TURNED_RANKS + "[spectral-batch]"),
+        ("frames.sent(mine)", "mine", "states are sent as they are", _TURNED_RANKS + "[spectral-batch]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
+        ("angles.masked_fill((later > 0).view(-1, 1), 0.0)", "angles", "documents turn those before them", "tests/test_objectives_edges.py::test_what_is_not_finite_stays_in_its_document[spectral]"),
+        ("before.masked_fill(cut, 0.0)", "before", "documents answer to those before them", _TURNED_RANKS + "[spectral-packed]"),
+        ("rotate(found, -self.of_values)", "found", "outputs do not answer for psi", _TURNED_IN_PYTORCH + "[columns]"),
+        ("S if of_values is None else rotate(S, of_columns)", "S", "states do not turn their columns", _TURNED_IN_PYTORCH + "[columns]"),
+        ("2 * math.pi * turns.cumsum(-2)", "2 * math.pi * turns", "tokens turn but themselves", _TURNED_IN_PYTORCH + "[pairs]"),
+        ("found + self.weights * self.own", "found + self.weights * self.v", "a token's own value turns", _TURNED_IN_PYTORCH + "[columns]"),
         ("~causal.tril(-1), 0.0)\n        self.sum", "~causal, 0.0)\n        self.sum", "in PyTorch tokens read their own products",
          _MAMBA3),
     ),

@@ -43,6 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 Mamba-3 128": {"dtype": "bfloat16", "K": 128, "V": 128, "weights": True},
     "bf16 Mamba-3 of 256": {"dtype": "bfloat16", "K": 256, "V": 128, "weights": True, "halves": True},
     "fp32 Mamba-3": {"dtype": "float32", "K": 128, "V": 64, "weights": True},
+    "fp32 spectral": {"dtype": "float32", "K": 128, "V": 128, "spectral": True},
+    "fp32 spectral, packed": {"dtype": "float32", "K": 64, "V": 40, "spectral": True, "packed": True},
     "bf16 Mamba-2": {"dtype": "bfloat16", "K": 128, "V": 64, "H": 80, "groups": 1},
     "bf16 Mamba-2 256, packed": {"dtype": "bfloat16", "K": 256, "V": 128, "groups": 2, "packed": True},
     "bf16 Mamba-2 100, packed": {"dtype": "bfloat16", "K": 100, "V": 40, "groups": 2, "packed": True},
@@ -55,7 +57,7 @@ SLOW = ["bf16 120", "bf16 16, odd sizes", "bf16 64", "fp32 128", "bf16 256, writ
         "bf16 128, no decay", "bf16 256, no decay", "bf16 200", "bf16 120, fixed decay", "bf16 128, one column",
         "bf16 128 and 64", "bf16 Mamba-2 256, packed", "bf16 Mamba-2 100, packed", "bf16 Mamba-2 64, blocks",
         "fp32 Mamba-2", "bf16 Mamba-3", "bf16 Mamba-3 256, packed", "fp32 Mamba-3", "bf16 Mamba-3 128",
-        "bf16 Mamba-3 of 256"]
+        "bf16 Mamba-3 of 256", "fp32 spectral", "fp32 spectral, packed"]
 ONLY_SIZES = ["bf16 128, no decay", "bf16 120, fixed decay"]  # quickly: how much shared memory walks need
 TRAINING = ["bf16 128", "bf16 Mamba-2", "bf16 256", *slow("bf16 64", "bf16 256, no decay", "bf16 Mamba-3"),
             *slow("bf16 Mamba-3 128", "bf16 256, write gates", "bf16 128, write gates")]
@@ -79,12 +81,13 @@ BY_CHUNKS = {"chunk_states_kernel", "shared_values_kernel", "shared_keys_kernel"
 def launches_of(
     dtype: str, K: int, V: int, gated: bool = True, learned: bool = True, packed: bool = False,
     B: int = 1, T: int = 32768, H: int = 32, values: str | None = None, groups: int = 0, weights: bool = False,
-    writes: bool = False, halves: bool = False,
+    writes: bool = False, halves: bool = False, spectral: bool = False,
 ) -> list[Any]:  # fmt: skip
     """In a child process: the launches of a forward and backward pass on meta tensors.
 
     `learned`: the gate has a gradient. `groups`: of Mamba-2, 0 for other ops. `weights`: of tokens' own values, and
     tokens turn the state. `writes`: of tokens' keys. `halves`: two heads share keys, as halves of large values do.
+    `spectral`: tokens turn the state from both sides.
     """
     import torch
 
@@ -113,6 +116,8 @@ def launches_of(
     if weights:
         given |= {"w": meta(B, H, T).transpose(1, 2).requires_grad_()}
         given |= {"turned": meta(B, T, q.shape[2], K // 4).requires_grad_()}
+    if spectral:
+        given |= {name: meta(B, T, H, n // 2).requires_grad_() for name, n in (("turned", K), ("turned_values", V))}
     with record_launches() as launches:
         found = (ssd_executable if groups else scalar_decay_executable)(given, state, n_docs, K**-0.5)
         o, final = operators.run(found, None, [*given.values()], state, bounds, (0, T, T))
@@ -159,6 +164,8 @@ def test_shared_memory(name: str) -> None:
     if name.startswith("bf16 Mamba-2") and CONFIGS[name]["K"] <= 128:  # larger states are walked
         missing |= {"dq_kernel", "dkv_kernel", "gate_grad_kernel"}
         of_mamba2 = OF_MAMBA2 - {"sum_heads_kernel"} | BY_CHUNKS | ({"sum_heads_kernel"} if "blocks" in name else set())
+    if "spectral" in name:
+        of_mamba2 = {"value_turns_kernel"}
     if "column" in name:
         missing, of_mamba2 = missing | IN_TRITON | {"gate_grad_kernel"}, BY_CHUNKS | {"column_output_kernel"}
     K, V = CONFIGS[name]["K"], CONFIGS[name]["V"]

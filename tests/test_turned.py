@@ -1,4 +1,4 @@
-"""The diagonal engine's gradients of the turns by which tokens rotate states, against float64."""
+"""The diagonal engine's gradients of the turns by which tokens rotate states, from both sides, against float64."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ BF16 = torch.bfloat16
 
 
 class Case(NamedTuple):
+    """S pairs of channels of keys are turned, and `values` pairs of those of values."""
+
     T: int = 45
     K: int = 10
     V: int = 6
@@ -31,6 +33,7 @@ class Case(NamedTuple):
     states: bool = True
     others: tuple[str, ...] = ("g",)
     strict: bool = False
+    values: int = 0
 
 
 CASES = {
@@ -48,6 +51,12 @@ CASES = {
     "wide values": Case(T=17, V=270, groups=1),
     "own products apart": Case(bounds=(0, 0, 17, 20, 20, 41), strict=True),
     "own products apart, one column": Case(T=20, V=1, groups=1, strict=True),
+    "columns": Case(values=3, others=("g", "i", "w")),
+    "columns, no states": Case(S=1, values=2, states=False, strict=True),
+    "columns, documents": Case(bounds=(0, 0, 17, 20, 20, 41), values=3),
+    "columns, documents, no states": Case(bounds=(0, 33, 45), states=False, values=3, others=()),
+    "columns in two programs, rows in two": Case(T=20, K=70, V=80, S=35, groups=1, values=40),
+    "wide values, of which some turn": Case(T=17, V=270, groups=1, values=133),
 }
 
 
@@ -60,6 +69,8 @@ def draw(case: Case, seed: int) -> dict[str, Tensor]:
 
     inputs = {"q": normal(case.groups, case.K), "k": normal(case.groups, case.K), "v": normal(H, case.V)}
     inputs["turned"] = normal(case.groups, case.S)
+    if case.values:
+        inputs["turned_values"] = normal(H, case.values)
     if case.states:
         inputs["initial_state"] = torch.randn(N, H, case.K, case.V, generator=made, dtype=torch.float64)
     others = {"g": -0.2 * normal(H).abs(), "i": -normal(H).abs(), "w": normal(H), "g_gamma": -normal(H)[0, 0].abs()}
@@ -69,34 +80,42 @@ def draw(case: Case, seed: int) -> dict[str, Tensor]:
 def gradients(
     case: Case, inputs: dict[str, Tensor], weights: list[Tensor], dtype: torch.dtype, by_engine: bool
 ) -> Tensor:
-    """Of the turns that tokens add, from the engine or from rotations by their sums."""
+    """Of the turns that tokens add, of rows and then of columns, from the engine or from rotations by their sums."""
     given = {
         name: x if name in ("g", "i", "w", "g_gamma", "initial_state") else x.to(dtype) for name, x in inputs.items()
     }
     wide = torch.promote_types(dtype, torch.float32)
     given = {name: x if x.dtype == dtype else x.to(wide) for name, x in given.items()}
-    turned = inputs["turned"].to(wide).requires_grad_()
+    angles = [name for name in ("turned", "turned_values") if given.pop(name, None) is not None]
+    leaves = {name: inputs[name].to(wide).requires_grad_() for name in angles}  # never rounded to half precision
     bounds = torch.tensor(case.bounds) if case.bounds else None
-    sums = running_sum(turned, bounds, None)
-    angle = 2 * math.pi * (sums.detach() if by_engine else sums)
+    sums = [2 * math.pi * running_sum(x, bounds, None) for x in leaves.values()]
+    angle, *of_values = (x.detach() if by_engine else x for x in sums)
     for name in ("q", "k"):
         given[name] = rotate(given[name].to(wide), angle).to(dtype)
-    given.pop("turned")
+    for x in of_values:
+        given["v"] = rotate(given["v"], x)
     if dtype == torch.float64:  # in PyTorch heads share no rows
         for name in ("q", "k"):
             given[name] = given[name].repeat_interleave(2 // case.groups, 2)
-    how: dict[str, Any] = {"turned": turned} if by_engine else {}
+    how: dict[str, Any] = leaves if by_engine else {}
+    if by_engine and dtype == torch.float64:
+        how = how | {"turned": leaves["turned"].repeat_interleave(2 // case.groups, 2)}
     o, final = diagonal(
         **given, **how, scale=0.3, output_final_state=case.states, cu_seqlens=bounds, strict=case.strict
     )  # fmt: skip
+    for x in of_values:
+        o = rotate(o, -x)
     loss = (o.double() * weights[0]).sum()
     if final is not None:
         if by_engine:
-            ends = 2 * math.pi * last(sums, None, bounds, None)
+            ends = last(sums[0], None, bounds, None)
             final = turn_rows(final, ends.repeat_interleave(2 // case.groups, 1))
+        for x in of_values:
+            final = rotate(final, -last(x, None, bounds, None).unsqueeze(-2))
         loss = loss + (final.double() * weights[1]).sum()
-    (found,) = torch.autograd.grad(loss, turned)
-    return found.double()
+    found = torch.autograd.grad(loss, [*leaves.values()])
+    return torch.cat([x.double().flatten(2) for x in found], -1)
 
 
 def weights_of(case: Case, inputs: dict[str, Tensor], seed: int) -> list[Tensor]:
@@ -123,10 +142,18 @@ def test_against_the_rotation(kind: str, seed: int) -> None:
     assert found < 2e-5, found
 
 
-def test_pytorch_refuses_turns(seed: int) -> None:
-    """Whoever turns rows there differentiates rotations."""
-    inputs = draw(CASES["pairs"], seed)
-    with pytest.raises(ValueError, match="turned: expected a call that kernels run"):
+@pytest.mark.parametrize("kind", CASES)
+def test_in_pytorch(kind: str, seed: int) -> None:
+    case = CASES[kind]._replace(T=max(CASES[kind].T, 150))
+    inputs = draw(case, seed)
+    weights = weights_of(case, inputs, seed)
+    found, want = (gradients(case, inputs, weights, torch.float64, by_engine=x) for x in (True, False))
+    assert relative_error(found, want) < 1e-10
+
+
+def test_angles_of_too_many_columns_are_refused(seed: int) -> None:
+    inputs = draw(CASES["columns"]._replace(values=4), seed)
+    with pytest.raises(ValueError, match="turned_values: expected angles of at most 3 pairs of v's 6 channels; got 4"):
         diagonal(**inputs, scale=1.0)
 
 

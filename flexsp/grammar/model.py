@@ -20,7 +20,7 @@ from flexsp.grammar.custom import CustomTransition
 from flexsp.grammar.decay import Decay, none
 from flexsp.grammar.engines import Call, on_diagonal
 from flexsp.grammar.feature_map import FeatureMap, identity
-from flexsp.grammar.objectives import DeltaRows, Rows
+from flexsp.grammar.objectives import Rows
 from flexsp.grammar.rope import Angles, split_angle
 from flexsp.grammar.transition import Transition, one_step_gd
 from flexsp.grammar.turned import THETA
@@ -220,8 +220,8 @@ class FlexLinearAttention:
 
     @property
     def _turned_by_the_program(self) -> bool:
-        """Whether a compiled program gives the gradients of theta: not where rows run by an op of their own."""
-        alone = self._custom is not None or self._keeps_angle or isinstance(self._objective, DeltaRows)
+        """Whether a compiled program gives the gradients of theta: not where the state keeps its frame."""
+        alone = self._custom is not None or self._keeps_angle
         return THETA in self.features.inputs and not self._turned_by_the_engine and not alone
 
     @property

@@ -19,7 +19,7 @@ from flexsp.kernels.rotary import rotate
 from flexsp.ops import _delta as delta
 from flexsp.ops import _validate as check
 from flexsp.ops import chunk_gated_delta_product
-from flexsp.ops._rows import Turns, own_products, products, value_rows
+from flexsp.ops._rows import Turns, of_first_rows, own_products, products, value_rows
 from flexsp.scan.exchange import add_backward_dependency
 from flexsp.scan.tokens import following, last, previous, running_sum, without_tail
 
@@ -273,26 +273,20 @@ class Spectral(Objective):
         return _diagonal_runs(call)
 
     def run(self, call: Call) -> tuple[Tensor, Optional]:
-        H, K, V = call.sizes
-        steps = torch.cat([call.given["theta"].to(call.wide), call.given["psi"].to(call.wide)], -1)
-        ends: Optional = None
-        angles = _TURN * running_sum(steps, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
+        _, K, V = call.sizes
+        steps, ends = [call.given[name].to(call.wide) for name in self.inputs], None
+        with torch.no_grad():  # the engine gives the gradients
+            angles = _TURN * running_sum(torch.cat(steps, -1), call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
+            if call.want_final:
+                ends = last(angles, None, call.cu_seqlens, call.group)
         theta, psi = angles.split([K // 2, V // 2], -1)
         # No rows are rounded: FlexLinearAttention has widened them, for the gradients of theta and psi.
-        fixed = theta.detach()
-        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, fixed), (call.k, fixed), (call.values, psi)))
-        if call.want_final:
-            ends = last(angles, None, call.cu_seqlens, call.group)
-        by, sums, end = (None if x is None else -x[..., : K // 2] / _TURN for x in (steps, angles, ends))
-        assert by is not None and sums is not None
-        turns = Turns(by, sums, None, end)
+        q, k, v = (rotate(x, -by).unsqueeze(2) for x, by in ((call.q, theta), (call.k, theta), (call.values, psi)))
+        turns = Turns(-steps[0] / _TURN, of_values=-steps[1] / _TURN)
         o, S = on_diagonal(call, q, k, v, call.state, "FlexLinearAttention spectral", turns)
         reads, keys, values = (without_tail(x, call.cu_seqlens, call.group) for x in (call.q, call.k, call.values))
         o = rotate(o.squeeze(2), psi) + call.scale * (reads * keys).sum(-1, keepdim=True) * values
-        if ends is None:
-            return o, None
-        o = o if call.group is None else add_backward_dependency(o, ends)
-        if S is None:
+        if S is None or ends is None:
             return o, None
         theta, psi = (x.unsqueeze(-2) for x in ends.split([K // 2, V // 2], -1))
         S = rotate(rotate(S, psi).transpose(-1, -2), theta).transpose(-1, -2)
@@ -353,21 +347,40 @@ class DeltaRows(Objective):
     def explain(self) -> str:
         return (
             f"runs what chunk_gated_delta_rule does, {2 * self.rank - 1} rows a token: {self.rank} keys, and "
-            f"{self.rank} queries at the last of them and behind it; the state holds K x V"
+            f"{self.rank} queries at the last of them and behind it, but with feature_map.rope(data_dependent=True) "
+            "what is compiled from delta in flexsp/grammar/programs.py; the state holds K x V"
         )
 
     def runs(self, call: Call) -> str:
+        if call.theta is not None:
+            return runs_compiled(*self._turned(call), rows=self._rows)
         return "runs what chunk_gated_delta_rule does"
 
-    def run(self, call: Call) -> tuple[Tensor, Optional]:
-        (B, T), (H, K, V), rows = call.q.shape[:2], call.sizes, 2 * self.rank - 1
+    @property
+    def _rows(self) -> int:
+        return 2 * self.rank - 1
+
+    def _keys(self, call: Call) -> dict[str, Tensor]:
+        """k, v and beta of all rows, [B, T rows, H, ...]."""
+        (B, T, R, H), behind = call.k.shape[:4], self.rank - 1
         v = value_rows(call.values, call.given["mimo_x"]).to(call.v.dtype)
-        beta = call.given["beta"].unsqueeze(2).expand(B, T, self.rank, H)
-        behind = rows - self.rank
-        keys = {"k": pad(call.k, (0, 0, 0, 0, 0, behind)), "v": pad(v, (0, 0, 0, 0, 0, behind))}
-        keys |= {"beta": pad(beta, (0, 0, 0, behind))}
-        tokens = {"q": call.q} | {name: x.flatten(1, 2) for name, x in keys.items()}
-        name = "deltanet"
+        beta = call.given["beta"].unsqueeze(2).expand(B, T, R, H)
+        found = {"k": pad(call.k, (0, 0, 0, 0, 0, behind)), "v": pad(v, (0, 0, 0, 0, 0, behind))}
+        return {name: x.flatten(1, 2) for name, x in (found | {"beta": pad(beta, (0, 0, 0, behind))}).items()}
+
+    def _turned(self, call: Call) -> tuple[Call, str, dict[str, Tensor]]:
+        """The call of a program that has one row for a token, where queries and keys were turned."""
+        queries = pad(call.q, (0, 0, 0, 0, self.rank - 1, 0)).flatten(1, 2)
+        bounds = None if call.cu_seqlens is None else call.cu_seqlens * self._rows
+        gate, theta = (of_first_rows(x, self._rows) for x in (call.gate, call.theta))
+        return call._replace(gate=gate, theta=theta, cu_seqlens=bounds), "delta", {"q": queries} | self._keys(call)
+
+    def run(self, call: Call) -> tuple[Tensor, Optional]:
+        (B, T), (H, K, V), rows = call.q.shape[:2], call.sizes, self._rows
+        if call.theta is not None:
+            o, S = compiled(*self._turned(call), call.initial, rows=rows)
+            return o.unflatten(1, (T, rows))[:, :, self.rank - 1 :], S if call.want_final else None
+        tokens, name = {"q": call.q} | self._keys(call), "deltanet"
         if call.gate is not None:
             name, tokens["g"] = "gated_deltanet" if call.gate.dim() == 3 else "vector_gated_delta", call.gate
         options = delta.Call(

@@ -20,6 +20,7 @@ from flexsp.compiler import (
     cache_result,
     decayed_scores,
     identity,
+    torch_compile,
     unit_lower_inverse,
 )  # fmt: skip
 from flexsp.grammar.turned import THETA, TurnedRows
@@ -154,7 +155,7 @@ def _program(
     @functools.lru_cache(maxsize=64)
     def make(
         H: int, K: int, V: int, scale: float, given: tuple[str, ...], fallback: str | None = None,
-        chunk_size: int | None = None, **numbers: float,
+        chunk_size: int | None = None, rows: int = 1, **numbers: float,
     ) -> LinearAttention:  # fmt: skip
         h, k, v = ConstExpr("H", H), ConstExpr("K", K), ConstExpr("V", V)
         shapes = {"K": SymbTensor(["T", h, k]), "V": SymbTensor(["T", h, v]), "": SymbTensor(["T", h])}
@@ -164,16 +165,21 @@ def _program(
         engines: tuple[TurnedRows, ...] = ()
         if THETA in given:
             meta[THETA] = SymbTensor(["T", h, ConstExpr("P", K // 2)])
-            engines = (TurnedRows(turned, chunk_size),)
-        return LinearAttention(
+            engines = (TurnedRows(turned, chunk_size, rows),)
+        found = LinearAttention(
             meta, functions[0], functions[1], functions[2], fallback=fallback, chunk_size=chunk_size,
             lowerings=engines,
         )  # fmt: skip
+        if rows > 1:
+            found.rows = rows
+            found.graph_name = torch_compile.name_of(found)
+        return found
 
     return make
 
 
-# Arguments: H, K, V, the factor on q, names of further inputs, LinearAttention's fallback and chunk_size, and numbers.
+# Arguments: H, K, V, the factor on q, names of further inputs, LinearAttention's fallback and chunk_size, how many rows
+# are a token, and numbers.
 # `general_delta` reads the decayed state with r and writes with p: S_t = S' + p_t (v_t - r_t S')^T.
 # `theta` is a further input where rows were turned by its running sums (flexsp/grammar/turned.py).
 linear = _program((_linear_chunk, _linear_decay, _linear_merge), {"q": "K", "k": "K", "v": "V"})

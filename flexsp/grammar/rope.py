@@ -76,7 +76,7 @@ class Angles:
         assert self._sums is not None and self._steps is not None and self._before is None
         self._of_tokens, self._taken = self._of_tokens.detach(), True
         end = self._at_end() / _TURN if want_final else None
-        return Turns(self._steps.to(self._sums.dtype) / _TURN, self._sums, None, end)
+        return Turns(self._steps.to(self._sums.dtype) / _TURN, None, end)
 
     def _at_end(self) -> Tensor:
         """The angle of the token after the last one, without its own theta, [N or 1, H or 1, K/2]."""

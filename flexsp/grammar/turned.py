@@ -26,8 +26,6 @@ from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named
 from flexsp.kernels.rotary import rotate, turn_rows
 from flexsp.scan.chunks import states_between
-from flexsp.scan.exchange import add_backward_dependency
-from flexsp.scan.tokens import last, previous
 from flexsp.scan.transitions import Transition
 
 if TYPE_CHECKING:
@@ -51,10 +49,12 @@ class TurnedRows(Lowering):
     Attributes:
         rows: two or three inputs [B, T, H, K] whose pairs of channels 2 i and 2 i + 1 the caller has turned.
         chunk_size: that of the program, or None.
+        of_token: how many of T are a token of `sp.set_lengths`.
     """
 
     rows: tuple[str, ...]
     chunk_size: int | None = None
+    of_token: int = 1
     name = "generated_with_angles"
 
     def buffers(self, plan: GeneratedPlan) -> list[Buffer]:
@@ -95,43 +95,31 @@ class TurnedRows(Lowering):
         self, program: Program, inputs: dict[str, Tensor], initial: Optional, cu_seqlens: Optional,
         sp: SequenceParallel | None, description: str,
     ) -> tuple[Tensor, Optional]:  # fmt: skip
-        steps = list[_Chunks]()
-
-        def made(*given: Any) -> _Chunks:
-            steps.append(_Chunks(self.rows, cu_seqlens, sp, inputs[THETA].shape[1], *given))
-            return steps[0]
-
         chunk = self.chunk_size or _CHUNK
         state = inputs[self.rows[0]].shape[-1], inputs["v"].shape[-1]
         bounds = None if cu_seqlens is None else cu_seqlens.tolist()
-        o, final = functions.run(program, inputs, {}, initial, state, bounds, chunk, sp, 1, description, made)
-        ends = last(steps[0].sums, None, cu_seqlens, sp)
-        if sp is not None:
-            for exchanged in (steps[0].before, ends):
-                o = add_backward_dependency(o, exchanged)
-        return o, None if final is None else turn_rows(final, -ends)
+        made = functools.partial(_Chunks, self.rows)
+        return functions.run(
+            program, inputs, {}, initial, state, bounds, chunk, sp, self.of_token, description, made
+        )  # fmt: skip
 
 
 class _Chunks(functions.LocalChunks):
-    """Chunks whose rows are turned once more by nothing, for the gradient: by sums over their own tokens, and the
-    states that enter them back by the sum over the chunk before."""
+    """Chunks whose rows are turned once more by nothing, for the gradient: by sums over their own tokens. The states
+    that they leave are turned back by the sum over all of these."""
 
-    def __init__(
-        self, rows: tuple[str, ...], cu_seqlens: Optional, sp: SequenceParallel | None, T: int, *given: Any
-    ) -> None:
+    def __init__(self, rows: tuple[str, ...], *given: Any) -> None:
         super().__init__(*given)
-        sums = [values[THETA].cumsum(1) for values in self.inputs]
-        for values, angle in zip(self.inputs, sums, strict=True):
+        ends = []
+        for values in self.inputs:
+            angle = values[THETA].cumsum(1)
             values.update({name: rotate(values[name], angle - angle.detach()) for name in rows})
-        theta = self.tokens[THETA]
-        found = [x.unflatten(0, (*self.lead, n)).flatten(2, 3) for x, n in zip(sums, self.counts, strict=True)]
-        of_tokens = theta if not found else self.order.undone_in(torch.cat(found, 2), 2).transpose(1, 2)
-        self.sums = torch.nn.functional.pad(of_tokens, (0, 0, 0, 0, 0, T - theta.shape[1]))
-        self.before = previous(self.sums, cu_seqlens, sp)  # what the chunk before adds, at a chunk's first token
+            ends.append(angle[:, -1])
+        none = self.zero.new_zeros(*self.lead, 1, self.tokens[THETA].shape[-1])
+        self.angles = self.in_order(ends, none)  # of chunks, [B, H, chunks, K/2]
 
-    def carried_into(self, chunk: int, S: Tensor) -> Tensor:
-        at = self.chunks[chunk]
-        return S if not at.length else turn_rows(S, -self.before[:, at.start])
+    def behind(self, chunk: int, S: Tensor) -> Tensor:
+        return turn_rows(S, -self.angles[:, :, chunk])
 
     def states(self, initial: Optional) -> Any:
         return functools.partial(self.walk, initial)
@@ -145,9 +133,8 @@ class _Chunks(functions.LocalChunks):
         unit = one.unsqueeze(2).expand(-1, -1, len(self.chunks), -1, -1)
         A = self.factors
         A = unit if A is None else A if self.program.transition == "dense" else A * unit
-        begins = [x.start for x in self.chunks]
-        angle = self.before[:, begins].transpose(1, 2).unsqueeze(-2)
-        A = rotate(A, angle - angle.detach())
+        back = (self.angles.detach() - self.angles).unsqueeze(-2)
+        A = rotate(A.transpose(-1, -2), back).transpose(-1, -2)
         return Transition.of(
             self.zero, states_between(A, torch.zeros_like(A), one, None, dense=True)[:, :, -1], kind="dense"
         )

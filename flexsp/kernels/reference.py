@@ -16,15 +16,27 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.exceptions import NotAvailable
-from flexsp.scan.chunks import states_between
+from flexsp.scan.chunks import Turned, states_between
 from flexsp.scan.transitions import Transition
 
-__all__ = ["Documents", "States", "Step", "final_states", "run", "states_of"]
+__all__ = ["Documents", "Frames", "States", "Step", "final_states", "run", "states_of"]
 
 Optional = torch.Tensor | None
 States = tuple[torch.Tensor, torch.Tensor]
 """What enters the chunks, [B, H, chunks, *state], and what is before and after all of them, [B, H, chunks + 1, *state]:
 the same but for starts of documents, before which the latter has what the chunks before leave."""
+
+
+class Frames(NamedTuple):
+    """How ranks exchange states: in a frame that is not that of the shard.
+
+    Attributes:
+        sent: a shard's last state [B, H, *state] as it is sent.
+        taken: a state that arrived, as it enters the shard.
+    """
+
+    sent: Callable[[torch.Tensor], torch.Tensor]
+    taken: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Documents(NamedTuple):
@@ -48,9 +60,9 @@ class Step(Protocol):
 
 
 def states_of(
-    A: Optional, F: torch.Tensor, initial: Optional, documents: Documents | None
+    A: Optional, F: torch.Tensor, initial: Optional, documents: Documents | None, turned: Turned | None = None
 ) -> Callable[[torch.Tensor], States]:  # fmt: skip
-    """`Step.states` of A and F as `states_between` takes them."""
+    """`Step.states` of A and F as `states_between` takes them, but for F, which is to be turned, too."""
     cut = begun = elsewhere = None
     if documents is not None:
         cut = documents.table[:, 3].bool()
@@ -59,9 +71,10 @@ def states_of(
             begun = initial.index_select(0, documents.table[:, 2]).transpose(0, 1).unsqueeze(0)
             begun = begun.masked_fill(elsewhere, 0.0)
             F = F + (begun if A is None else A * begun)
+    F = F if turned is None else turned.turn(F, turned.angles)
 
     def found(entering: torch.Tensor) -> States:
-        around = states_between(A, F, entering, cut)
+        around = states_between(A, F, entering, cut, turned=turned)
         before = around[:, :, :-1]
         if elsewhere is not None:
             before = before.masked_fill(~elsewhere, 0.0)
@@ -72,7 +85,7 @@ def states_of(
 
 def run(
     step: Step, zero: torch.Tensor, initial: Optional, documents: Documents | None, sp: SequenceParallel | None,
-    anchor: Optional, call: str, want_final: bool = True,
+    anchor: Optional, call: str, want_final: bool = True, frames: Frames | None = None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """Outputs, and the final states [N, H, *state] or None.
 
@@ -82,6 +95,7 @@ def run(
         documents: None for tokens that are not packed.
         anchor: the one that `share_backward` gives beside the inputs of a call over ranks.
         call: what ranks compare of the call.
+        frames: None where states are exchanged as they are; not with "sequential" transitions.
     """
     if sp is not None and sp.segment:
         raise NotAvailable(f"{call}: bitwise is not available for calls in PyTorch that are not cut into segments")
@@ -98,8 +112,9 @@ def run(
     transition = step.through()
     relay = Relay(sp, anchor, call) if transition.kind == "sequential" else None
     if relay is None:
-        arrived = exchange(states(entering)[1][:, :, -1], transition, sp, call, anchor)
-        entering = entering + arrived
+        mine = states(entering)[1][:, :, -1]
+        arrived = exchange(mine if frames is None else frames.sent(mine), transition, sp, call, anchor)
+        entering = entering + (arrived if frames is None else frames.taken(arrived))
     else:
         arrived = entering = relay.from_left(entering)
     before, around = states(entering)

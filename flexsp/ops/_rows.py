@@ -9,10 +9,11 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.kernels.diagonal.op import diagonal
-from flexsp.kernels.engine import asks_for_kernels
-from flexsp.kernels.rotary import halved, paired, rotate, turn_rows
+from flexsp.kernels.rotary import halved, paired, turn_rows
 
-__all__ = ["Turns", "entering", "leaving", "on_engine", "own_products", "products", "value_rows"]
+__all__ = [
+    "Turns", "entering", "leaving", "of_first_rows", "on_engine", "own_products", "products", "value_rows",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 Optional = torch.Tensor | None
@@ -31,19 +32,21 @@ def products(k: Tensor, rows: Tensor) -> Tensor:
 
 
 class Turns(NamedTuple):
-    """By how many turns (of 2 pi) tokens have turned the first S pairs of rows of the state, all with gradients.
+    """By how many turns (of 2 pi) tokens have turned the first S pairs of rows of the state, all with gradients. The
+    caller rotates q and k by sums of `steps`, not for autograd.
 
     Attributes:
         steps: what each token adds, [B, T, H, S].
-        sums: [B, T, H, S], the turns by which q and k are rotated; their rotation must not be differentiated.
         start: what sums begin with, [N, H, S], or None: zero.
-        end: the sums of last tokens, [N or 1, H or 1, S]. None where no final state is wanted.
+        end: the sums of last tokens, [N or 1, H or 1, S], if the final state is to turn with its tokens; else None.
+        of_values: the same as `steps` for pairs of the state's columns, [B, T, H, S], or None. The caller rotates v,
+            and outputs and final states back, not for autograd either.
     """
 
     steps: Tensor
-    sums: Tensor
     start: Optional = None
     end: Optional = None
+    of_values: Optional = None
 
 
 def on_engine(
@@ -57,26 +60,29 @@ def on_engine(
     So row i of q reads what rows j <= i of its own token have written, with `strict` rows j < i. turns: by which all
     rows of a token are rotated; pairwise: as of `flexsp.kernels.rotary.rotate`.
     """
-    (B, T, R, H), further, of_rows = q.shape[:4], None, None
-    if gate is not None:
-        further = torch.cat([gate.unsqueeze(2), gate.new_zeros(B, T, R - 1, H)], 2).flatten(1, 2)
-    in_kernels = turns is not None and asks_for_kernels(q.is_cuda, q.dtype)
-    if turns is not None and not in_kernels:  # by nothing: for the gradient, of the very rows that products are made of
-        more = _TURN * (turns.sums - turns.sums.detach()).unsqueeze(2)
-        q, k = (rotate(x.to(more.dtype), more, pairwise) for x in (q, k))
-    if turns is not None and in_kernels:
-        steps = turns.steps.unsqueeze(2)
-        of_rows = torch.cat([steps, steps.new_zeros(B, T, R - 1, *steps.shape[3:])], 2).flatten(1, 2)
+    (T, R), of_rows, of_values = q.shape[1:3], None, None
+    if not T and sp is None:
+        turns = None  # the final state is the initial one, and so is its gradient, to the last bit
+    if turns is not None:
+        of_rows, of_values = of_first_rows(turns.steps, R), of_first_rows(turns.of_values, R)
         q, k = (x if pairwise else paired(x) for x in (q, k))
         initial = entering(initial, turns.start, pairwise)
     o, final = diagonal(
-        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), further, turned=of_rows, scale=scale, initial_state=initial,
-        output_final_state=want_final, cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R,
-        strict=strict,
+        q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2), of_first_rows(gate, R), turned=of_rows,
+        turned_values=of_values, scale=scale, initial_state=initial, output_final_state=want_final,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens * R, sp=sp, op=op, rows=R, strict=strict,
     )  # fmt: skip
-    if turns is not None and in_kernels:
+    if turns is not None:
         final = leaving(final, turns.end, pairwise)
     return o.unflatten(1, (T, R)), final
+
+
+def of_first_rows(x: Optional, R: int) -> Optional:
+    """[B, T R, ...]: what tokens have, x [B, T, ...], at the first of their R rows, and zeros."""
+    if x is None or R == 1:
+        return x
+    first = x.unsqueeze(2)
+    return torch.cat([first, first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:])], 2).flatten(1, 2)
 
 
 def entering(initial: Optional, start: Optional, pairwise: bool) -> Optional:
@@ -89,11 +95,10 @@ def entering(initial: Optional, start: Optional, pairwise: bool) -> Optional:
 
 
 def leaving(final: Optional, end: Optional, pairwise: bool) -> Optional:
-    """The final state of `diagonal` with `turned`, which is to turn with its tokens: by ``end``."""
+    """The final state of `diagonal` with `turned`. If it is to turn with its tokens, by ``end``."""
     if final is None:
         return None
-    assert end is not None, "the final state turns with the last token"
-    final = turn_rows(final, _TURN * end)
+    final = final if end is None else turn_rows(final, _TURN * end)
     return final if pairwise else halved(final, -2)
 
 

@@ -299,7 +299,7 @@ def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     tokens = _tokens(sizes, given)
     eta, eta_first = following(tokens.eta, *at)
     turns = running_sum(tokens.turns, *at, None if initial is None else initial.angle / _TURN, wrapped=True)
-    angle = _TURN * turns.detach().unsqueeze(2)  # `on_engine` has its gradient
+    angle = _TURN * turns.detach().unsqueeze(2)  # the engine gives the gradient of turns
     written = rotate(tokens.B, angle, options.pairwise) * (tokens.gamma + eta)[:, :, None, :, None]
     q, k, v = (rows.to(x.dtype) for rows in (rotate(tokens.C, angle, options.pairwise), written, tokens.x))
     start = None if initial is None else initial.angle / _TURN
@@ -310,7 +310,7 @@ def _in_pytorch(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     end = ends[0] / _TURN if ends else None
     y, ssm = on_engine(
         q, k, v, tokens.gate, scale=1.0, initial=_start(initial, eta_first, mimo_x), want_final=options.want_final,
-        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3", turns=Turns(tokens.turns, turns, start, end),
+        cu_seqlens=options.cu_seqlens, sp=options.sp, op="mamba3", turns=Turns(tokens.turns, start, end),
         strict=True, pairwise=options.pairwise,
     )  # fmt: skip
     y = y + own_products(tokens.C, tokens.B, tokens.x, tokens.gamma, eta, strict=True)

@@ -16,9 +16,9 @@ def scalar_decay_executable(
     given: dict[str, torch.Tensor], initial: torch.Tensor | None, docs: int, scale: float
 ) -> Any:
     """Of the kernels for scalar decays: q, k, v and those of "g" or "g_gamma" and "w" that are there; final states
-    leave. Where there is "w", tokens read nothing of their own products, as in Mamba-3."""
+    leave. Where there is "w" or "turned_values", tokens read nothing of their own products, as in Mamba-3."""
     names = ",".join([*given][3:])
-    form = f"{names}|1|{'strict' if 'w' in given else ''}|"
+    form = f"{names}|1|{'strict' if {'w', 'turned_values'} & given.keys() else ''}|"
     return Diagonal(form).executable(Asked([*given.values()], initial, None, docs, scale, True, None))
 
 

@@ -16,7 +16,7 @@ from flexsp.testing.compare import relative_error
 from tests.harness.grammar import rotated
 from tests.harness.objectives import TRAPEZOID
 
-__all__ = ["COMPILED", "FLAT", "MODELS", "Case", "H", "Tensors", "errors"]
+__all__ = ["COMPILED", "MODELS", "Case", "H", "Tensors", "errors"]
 
 H, K, V, R, DISCOUNT, BLOCK = 2, 8, 8, 2, 0.5, 5
 ROPE = feature_map.rope(data_dependent=True)
@@ -41,12 +41,12 @@ MODELS = {
     "delta": _made(decay.gated(), transition.delta_rule()),
     "delta, no decay": _made(decay.none(), transition.delta_rule()),
     "delta, steps": _made(decay.exponential(), transition.delta_rule()),
+    "delta rows": _made(decay.exponential(), transition.delta_rule(mimo_rank=R)),
     "delta, mask": _made(decay.gated(), transition.delta_rule(), custom_mask=_local),
     "difference": _made(decay.gated(), transition.temporal_difference(DISCOUNT)),
     "contrastive": _made(decay.gated(), transition.contrastive(block=BLOCK)),
 }
-FLAT = [name for name in MODELS if "delta" in name or name in ("mask", "difference", "contrastive")]
-COMPILED = [name for name in FLAT if name != "contrastive"]  # in kernels
+COMPILED = [name for name in MODELS if "delta" in name or name in ("mask", "difference")]  # in kernels
 
 
 def draw(name: str, T: int, seed: int, strong: bool = False) -> Tensors:
@@ -104,12 +104,15 @@ def by_token(name: str, x: Tensors, M: Tensor) -> tuple[Tensor, Tensor]:
             S = S + x["eta"][:, t, :, None, None] * k[:, 0].unsqueeze(-1) * write
         elif kind == "one_step_gd":
             S = S + column[..., None, None] * (k.unsqueeze(-1) * (factors * v.unsqueeze(1)).unsqueeze(-2)).sum(1)
+        elif kind == "delta_rule":
+            rate, values = x["beta"][:, t, :, None, None], (factors * v.unsqueeze(1)).unsqueeze(-2)
+            for j in range(k.shape[1]):
+                key = k[:, j].unsqueeze(-1)
+                S = S + rate * key * (column[..., None, None] * values[:, j] - (key * S).sum(-2, keepdim=True))
         else:
-            r = p = k[:, 0]
-            if kind == "temporal_difference":
-                p = rotated(before[:, 0], -theta)
-                r = p - DISCOUNT * r
-            rate = x["beta" if kind == "delta_rule" else "eta"][:, t, :, None, None]
+            p = rotated(before[:, 0], -theta)
+            r = p - DISCOUNT * k[:, 0]
+            rate = x["eta"][:, t, :, None, None]
             S = S + rate * p.unsqueeze(-1) * (write - (r.unsqueeze(-1) * S).sum(-2, keepdim=True))
         row = x["h"][:, t, :, None] if masked else 1.0
         outputs.append(K**-0.5 * row * (q.unsqueeze(-1) * S.unsqueeze(1)).sum(-2))

@@ -103,7 +103,7 @@ class LocalChunks:
         o, cached = vmap(one)({name: torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for name, x in tensors.items()})
         return o[:0], {name: x[:0] for name, x in cached.items()}
 
-    def _in_order(self, parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
+    def in_order(self, parts: list[torch.Tensor], empty: torch.Tensor) -> torch.Tensor:
         """[B, H, chunks, ...] from tensors [B H n, ...] of groups; chunks without tokens get `empty` [B, H, 1, ...]."""
         found = [x.unflatten(0, (*self.lead, n)) for x, n in zip(parts, self.counts, strict=True)]
         none = len(self.chunks) - sum(self.counts)
@@ -112,7 +112,7 @@ class LocalChunks:
         return self.places.undone_in(torch.cat(found, 2) if len(found) > 1 else found[0], 2)
 
     def _by_group(self, states: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of `_in_order`: [B H n, *state] for each group."""
+        """The inverse of `in_order`: [B H n, *state] for each group."""
         sizes = [*self.counts, len(self.chunks) - sum(self.counts)]
         return [x.flatten(0, 2) for x in self.places.sorted_in(states, 2).split(sizes, 2)[:-1]]
 
@@ -140,7 +140,7 @@ class LocalChunks:
             a = self._factors_of(values, n, kind == "dense")
             factors.append(a[..., :1] if thin else a)
         one = unit_transition(self.zero, kind == "dense").unsqueeze(2)
-        return self._in_order(factors, one[..., :1] if thin else one)
+        return self.in_order(factors, one[..., :1] if thin else one)
 
     def find_maxima(self, initial: torch.Tensor | None, sp: SequenceParallel | None) -> None:
         """Finds which operand each maximum took, as a factor 1, 0, or 1/2 if both are equal (`flexsp.scan.maxima`).
@@ -154,7 +154,7 @@ class LocalChunks:
             shifts.append(self._on_chunks(self.program.linear, {**values, STATE: zero}, n)[0])
             brought.append(self._on_chunks(self.program.decay, {**values, STATE: zero - torch.inf}, n)[0])
         none = self.zero.unsqueeze(2)
-        a, F = self._in_order(shifts, none), self._in_order(brought, none - torch.inf)
+        a, F = self.in_order(shifts, none), self.in_order(brought, none - torch.inf)
         start, begun, first = self.zero, None, None
         if self.documents is None:
             start = start if initial is None else initial
@@ -208,7 +208,7 @@ class LocalChunks:
         for values, n in zip(self.inputs, self.counts, strict=True):
             zero = self.zero.new_zeros(values[CHUNK_STATE].shape[0], *self.zero.shape[2:])
             F.append(self._on_chunks(self.program.decay, {**values, STATE: zero}, n)[0])
-        return self._in_order(F, self.zero.unsqueeze(2))
+        return self.in_order(F, self.zero.unsqueeze(2))
 
     def walk(self, initial: torch.Tensor | None, entering: torch.Tensor) -> States:
         """Phase 2 for any decay_mode, chunk after chunk."""
@@ -223,16 +223,16 @@ class LocalChunks:
         for at, (chunk, x) in enumerate(zip(self.chunks, values, strict=True)):
             if chunk.first:
                 S = torch.zeros_like(S) if initial is None else initial[chunk.doc : chunk.doc + 1]
-            S = self.carried_into(at, S)
             before.append(S)
             if chunk.length:
                 S = self._on_chunks(self.program.decay, {**x, STATE: S.flatten(0, 1)}, 1)[0].unflatten(0, self.lead)
+                S = self.behind(at, S)
             around.append(S)
         found = torch.stack(around, 2)
         return torch.stack(before, 2) if before else found[:, :, :0], found
 
-    def carried_into(self, chunk: int, S: torch.Tensor) -> torch.Tensor:
-        """The state that enters a chunk; subclasses may change how gradients pass there."""
+    def behind(self, chunk: int, S: torch.Tensor) -> torch.Tensor:
+        """The state that a chunk leaves; subclasses may change how gradients pass there."""
         return S
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:

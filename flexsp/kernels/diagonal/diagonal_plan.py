@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from flexsp.kernels import primitives
-from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize
+from flexsp.kernels.diagonal import grads, output, shared_grads, step_sizes, summarize, value_turns
 from flexsp.kernels.diagonal.base_plan import BasePlan
 from flexsp.kernels.diagonal.shared_plan import SharedGradients
 from flexsp.kernels.diagonal.tiles import Tile
 from flexsp.kernels.diagonal.tiling import NAME, decay_dtype
 from flexsp.kernels.launch_plan import Buffer, Role, by_name, gradient_of
-from flexsp.kernels.launch_spec import Launch, LaunchSpec, named
+from flexsp.kernels.launch_spec import Launch, LaunchSpec, copied, named
+from flexsp.kernels.run import power_of_2
 
 if TYPE_CHECKING:
     from flexsp.kernels.diagonal.hopper_plan import HopperWalks
@@ -26,6 +27,7 @@ __all__ = ["DiagonalPlan"]
 
 _F32 = torch.float32
 _CHUNKS = 4  # a program of `token_sums_kernel`
+_PAIRS, _ROWS = 32, 64  # of a program of `value_turns_kernel`, and rows of states that it holds at a time
 
 
 def _count(n: int, block: int) -> int:
@@ -44,23 +46,28 @@ class DiagonalPlan(BasePlan):
         write_gates: there is "i", log weights of tokens by which their keys are multiplied.
         turned: "turned", turns by which tokens rotate the state, and the caller has rotated q and k; or None.
         angles: how many of a row.
+        turned_values: "turned_values", turns by which tokens rotate the state's columns, and the caller has rotated v;
+            or None.
+        value_angles: how many of a row.
     """
 
     token_skips: bool = False
     write_gates: bool = False
     turned: str | None = None
     angles: int = 0
+    turned_values: str | None = None
+    value_angles: int = 0
 
     kernels: ClassVar[dict[str, Any]] = by_name(
         primitives.gate_kernel, summarize.summarize_kernel, output.output_kernel, grads.dq_kernel,
         grads.dkv_kernel, grads.gate_grad_kernel, grads.token_sums_kernel, step_sizes.sum_heads_kernel,
         shared_grads.chunk_states_kernel, shared_grads.column_output_kernel, shared_grads.shared_values_kernel,
-        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel,
+        shared_grads.shared_keys_kernel, shared_grads.chunk_gate_grad_kernel, value_turns.value_turns_kernel,
     )  # fmt: skip
 
     def settled(self) -> dict[str, Any]:
         skip, write = "w" if self.token_skips else None, "i" if self.write_gates else None
-        optional = frozenset(named(self.gate, write, skip, self.turned))
+        optional = frozenset(named(self.gate, write, skip, self.turned, self.turned_values))
         return {
             "name": NAME, "sparse": self.n_docs > 0, "optional": optional, "skip": skip,
             "writing": None if write is None else "@writing", "by_head": frozenset({"g", "i", "w"}),
@@ -81,7 +88,7 @@ class DiagonalPlan(BasePlan):
         column = [Buffer("@entering", Role.SCRATCH, _F32, edges)] if self.tiling.V == 1 else []
         return [
             *self.states_of_segments(), *tokens, *of_gates, *self._of_writes(), by_head, *self._of_skips(), *shared,
-            *column, *self._of_turns(),
+            *column, *self._of_turns(), *self._of_value_turns(),
         ]  # fmt: skip
 
     def _of_writes(self) -> list[Buffer]:
@@ -114,6 +121,19 @@ class DiagonalPlan(BasePlan):
             Buffer("@turns", Role.SCRATCH, _F32, by_head), Buffer("@turn_reads", Role.SCRATCH, _F32, by_head),
             Buffer("@turn_ends", Role.SCRATCH, _F32, (self.tiling.n_docs, self.H, self.angles)),
         ]  # fmt: skip
+
+    def _of_value_turns(self) -> list[Buffer]:
+        """``@outputs``: what the forward pass returned; ``@ended``: the final states of documents."""
+        if self.turned_values is None:
+            return []
+        turns = self.B, self.T, self.H, self.value_angles
+        o = self.B, self.T, self.H, self.tiling.V
+        return [
+            Buffer(self.turned_values, Role.INPUT, _F32, turns),
+            Buffer(gradient_of(self.turned_values), Role.GRADIENT, _F32, turns),
+            Buffer("@outputs", Role.SAVED, self.dtype if self.values is None else self.values, o),
+            Buffer("@ended", Role.SAVED, _F32, (self.n_docs or self.B, self.H, *self.state)),
+        ]
 
     def _turns_in(self, wanted: Collection[str]) -> str | None:
         """Where walks leave the gradients of turns, if these are wanted."""
@@ -219,7 +239,26 @@ class DiagonalPlan(BasePlan):
         found += self.gate_gradients(last, wanted)
         if self._turns_in(wanted) == "@turns":
             found.append(self.sum_rows("@turns", gradient_of(str(self.turned)), self.H, self.group))
+        if self.turned_values is not None and self.turned_values in wanted:
+            found.append(self._value_turns(gradient_of(self.turned_values), last))
         return found
+
+    def forward(self) -> list[LaunchSpec]:
+        kept = [] if self.turned_values is None else [copied("@outputs", "o")]
+        if kept and self.n_docs and self.returns_final:
+            kept.append(copied("@ended", "@final"))
+        return [*super().forward(), *kept]
+
+    def _value_turns(self, to: str, last: str | None) -> LaunchSpec:
+        p, pairs = self.tiling, min(_PAIRS, power_of_2(self.value_angles))
+        ended = None if last is None else "@ended"
+        return self.launch(
+            "value_turns_kernel", Launch(0, 4, 1), (_count(self.value_angles, pairs), p.B * p.H, p.n_seg),
+            ["v", "d_v", "@outputs", "do", "@states", "@dstates", ended, last, to], [to],
+            ["v", "do", p.T, p.H, p.n_seg, p.n_chunks, p.per_seg],
+            {"K": p.K, "V": p.V, "S": self.value_angles, "BP": pairs, "BK": min(_ROWS, power_of_2(p.K)), "C": p.chunk,
+             "FINAL": last is not None},
+        )  # fmt: skip
 
     def _of_walks(self, last: str | None, to: str | None, wanted: Collection[str]) -> list[LaunchSpec]:
         """Gradients of q, k, v, and what walks leave to the others."""

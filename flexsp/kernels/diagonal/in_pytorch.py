@@ -6,6 +6,7 @@ at once with batched matrix products, by a step of the reference (`flexsp.kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import share_backward
 from flexsp.kernels import reference
 from flexsp.kernels.gates import clamped
-from flexsp.kernels.reference import Documents, States
+from flexsp.kernels.reference import Documents, Frames, States
+from flexsp.kernels.rotary import rotate
 from flexsp.kernels.table import chunk_table
+from flexsp.scan.chunks import Turned
 
 if TYPE_CHECKING:
     from flexsp.comm.group import SequenceParallel
@@ -31,7 +34,8 @@ Optional = torch.Tensor | None
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: Optional, g_gamma: Optional, scale: float,
     initial: Optional, cu_seqlens: Optional, sp: SequenceParallel | None, call: str, want_final: bool, rows: int = 1,
-    w: Optional = None, i: Optional = None, strict: bool = False,
+    w: Optional = None, i: Optional = None, strict: bool = False, turned: Optional = None,
+    turned_values: Optional = None,
 ) -> tuple[torch.Tensor, Optional]:  # fmt: skip
     """S_t = e^{g_t} S_{t-1} + e^{i_t} k_t v_t^T, o_t = scale q_t S_t + w_t v_t: outputs in v's dtype, final states in
     that of states.
@@ -47,12 +51,12 @@ def run(
         rows: how many of T are a token of `sp.set_lengths`.
         w: [B, T, H], or None for zeros.
         i: natural logarithms [B, T, H], or None for zeros.
-        strict: as of `flexsp.kernels.diagonal.op.diagonal`.
+        strict, turned, turned_values: as of `flexsp.kernels.diagonal.op.diagonal`.
     """
     anchor = None
     if sp is not None:
-        given = q, k, v, g, g_gamma, initial, w, i
-        anchor, q, k, v, g, g_gamma, initial, w, i = share_backward(sp, *given)
+        given = q, k, v, g, g_gamma, initial, w, i, turned, turned_values
+        anchor, q, k, v, g, g_gamma, initial, w, i, turned, turned_values = share_backward(sp, *given)
     B, T, H, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     layout = chunk_layout(cu_seqlens, T, sp, rows)
@@ -61,21 +65,63 @@ def run(
     weights = None if w is None else layout.chunks(w.unsqueeze(-1), dtype)
     keys = k if i is None else k.to(dtype) * i.to(dtype).exp().unsqueeze(-1)
     rows_of = (layout.chunks(q, dtype) * scale, layout.chunks(keys, dtype), layout.chunks(v, dtype))
-    step = _Step(layout, *rows_of, gates, weights, strict)
-    zero = torch.zeros_like(step.summaries[:, :, 0])
-    o, final = reference.run(step, zero, initial, layout.documents, sp, anchor, call, want_final)
+    turns = [None if x is None else _local_turns(layout.chunks(x, dtype)) for x in (turned, turned_values)]
+    step = _Step(layout, *rows_of, gates, weights, strict, *turns)
+    zero, frames = torch.zeros_like(step.summaries[:, :, 0]), None
+    if sp is not None and sp.world_size > 1 and step.turned is not None:
+        frames = _frames(step.turned, layout, sp, anchor, call)
+    o, final = reference.run(step, zero, initial, layout.documents, sp, anchor, call, want_final, frames)
     return o.to(v.dtype), final
+
+
+def _local_turns(turns: torch.Tensor) -> torch.Tensor:
+    """Zeros with the gradients of the angles [B, H, chunks, C, S] by which tokens have turned since their chunk began,
+    of the turns that each of them adds."""
+    angles = 2 * math.pi * turns.cumsum(-2)
+    return angles - angles.detach()
+
+
+def _frames(turned: Turned, layout: Layout, sp: SequenceParallel, anchor: Optional, call: str) -> Frames:
+    """States go from rank to rank in the frame of the first token, of the text or of their document. So what a shard
+    does to a state that passes it is still a number, and the angles' gradients are made of states at its edges."""
+    from flexsp.scan.exchange import exchange
+    from flexsp.scan.transitions import Transition
+
+    angles, cut = turned.angles, None
+    if layout.documents is not None:
+        begins = layout.documents.table[:, 3].bool()
+        later = begins.flip(0).cumsum(0).flip(0) - begins.long()  # documents that begin behind a chunk
+        angles, cut = angles.masked_fill((later > 0).view(-1, 1), 0.0), begins.any().view(1)
+    mine = angles.sum(2, keepdim=True)
+    before = exchange(mine, Transition.of(mine, None, cut), sp, f"{call}, angles", anchor).squeeze(2)
+    until = mine.squeeze(2) + (before if cut is None else before.masked_fill(cut, 0.0))
+    return Frames(lambda S: turned.turn(S, -until), lambda S: turned.turn(S, before))
 
 
 class _Step:
     """The chunks of a call: q, k [B, H, chunks, C, K], v [B, H, chunks, C, V], log gates [B, H, chunks, C], and weights
-    [B, H, chunks, C, 1] of a token's own values. strict: tokens do not read what they write themselves."""
+    [B, H, chunks, C, 1] of a token's own values. strict: tokens do not read what they write themselves.
+
+    turns, of_values: angles [B, H, chunks, C, S] by which pairs of channels of q and k, and of v, are turned, as
+    `_local_turns` makes them: nothing is turned but for their gradients. They begin anew with each chunk. To turn all
+    tokens behind the chunk as well is to turn back the state that it leaves."""
 
     def __init__(
         self, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Optional, weights: Optional,
-        strict: bool,
+        strict: bool, turns: Optional = None, of_values: Optional = None,
     ) -> None:  # fmt: skip
-        self.layout, self.v, self.weights = layout, v, weights
+        self.layout, self.own, self.weights, self.of_values = layout, v, weights, of_values
+        q, k = (x if turns is None else rotate(x, turns) for x in (q, k))
+        self.v = v = v if of_values is None else rotate(v, of_values)
+        found = [x[..., -1, :] for x in (turns, of_values) if x is not None]
+        n = 0 if turns is None else turns.shape[-1]
+
+        def turn(S: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+            of_rows, of_columns = angles.unsqueeze(-2).tensor_split([n], -1)
+            S = S if turns is None else rotate(S.transpose(-1, -2), of_rows).transpose(-1, -2)
+            return S if of_values is None else rotate(S, of_columns)
+
+        self.turned = Turned(-torch.cat(found, -1), turn) if found else None
         causal = torch.ones(layout.C, layout.C, dtype=torch.bool, device=q.device).tril()
         scores = q @ k.transpose(-1, -2)
         if gates is None:
@@ -91,7 +137,7 @@ class _Step:
 
     def states(self, initial: Optional) -> Callable[[torch.Tensor], States]:
         A = None if self.log_a is None else self.log_a.exp()[..., None, None]
-        return reference.states_of(A, self.summaries, initial, self.layout.documents)
+        return reference.states_of(A, self.summaries, initial, self.layout.documents, self.turned)
 
     def through(self) -> Transition:
         from flexsp.scan.transitions import Transition
@@ -102,7 +148,8 @@ class _Step:
 
     def merge(self, entering: torch.Tensor) -> torch.Tensor:
         found = self.scores @ self.v + self.reads @ entering
-        return self.layout.tokens(found if self.weights is None else found + self.weights * self.v)
+        found = found if self.of_values is None else rotate(found, -self.of_values)
+        return self.layout.tokens(found if self.weights is None else found + self.weights * self.own)
 
 
 def _gates(g: Optional, g_gamma: Optional, shape: tuple[int, int, int], dtype: torch.dtype) -> Optional:

@@ -26,9 +26,10 @@ __all__ = ["Diagonal", "Ssd", "diagonal", "diagonal_pair", "ssd"]
 
 class Diagonal(Engine):
     """Calls of q, k, v and, where they are there, of "g" [B, T, H] or "g_gamma" [H], by which the state decays, of "i"
-    [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned"
-    [B, T, H, S], by which tokens rotate the state. The form is "names|rows|strict|description":
-    those that are there, the rows of a token, "strict" or nothing, and what ranks compare of the call."""
+    [B, T, H], log weights of keys, of "w" [B, T, H], by which outputs have v besides, and of "turned" and
+    "turned_values" [B, T, H, S], by which tokens rotate the state's rows and columns. The form is
+    "names|rows|strict|description": those that are there, the rows of a token, "strict" or nothing, and what ranks
+    compare of the call."""
 
     kind, title = "diagonal", NAME
     params = frozenset(("g_gamma",))
@@ -38,7 +39,7 @@ class Diagonal(Engine):
         names, rows, strict, self.description = form.split("|", 3)
         self.rows, self.strict, self.names = int(rows), bool(strict), ("q", "k", "v", *_split(names))
         self.gate = next((name for name in self.names if name in ("g", "g_gamma")), None)
-        self.turned = "turned" if "turned" in self.names else None
+        self.turned, self.turned_values = (x if x in self.names else None for x in ("turned", "turned_values"))
 
     def tiling(self, asked: Asked) -> Any:
         q, _, v, *_ = asked.tensors
@@ -48,11 +49,13 @@ class Diagonal(Engine):
         from flexsp.kernels.diagonal.diagonal_plan import DiagonalPlan
 
         (q, _, v, *_), initial = asked.tensors, asked.initial is not None
-        angles = 0 if self.turned is None else asked.tensors[self.names.index(self.turned)].shape[-1]
+        angles, of_values = (
+            0 if x is None else asked.tensors[self.names.index(x)].shape[-1] for x in (self.turned, self.turned_values)
+        )
         return DiagonalPlan(
             tiling, q.dtype, self.gate, asked.scale, initial, asked.want_final, dq_first, self.description, v.dtype,
             q.shape[2], neighbours(asked.group), self.strict, "w" in self.names, "i" in self.names,
-            self.turned, angles,
+            self.turned, angles, self.turned_values, of_values,
         )  # fmt: skip
 
 
@@ -61,7 +64,7 @@ def _split(names: str) -> list[str]:
 
 
 _TURNED_COLUMNS = 128  # of a state whose turns have gradients: walks with more spill registers
-register(Diagonal, [3, 4, 5, 6, 7])
+register(Diagonal, [3, 4, 5, 6, 7, 8])
 
 
 class Ssd(Engine):
@@ -107,10 +110,9 @@ class _InPytorch:
         given = dict(zip(("q", "k", "v", *_split(names)), asked.tensors, strict=True))
         q, k, v, g, g_gamma, w, i = (given.get(x) for x in ("q", "k", "v", "g", "g_gamma", "w", "i"))
         assert q is not None and k is not None and v is not None
-        assert "turned" not in given, "rotations are differentiated by who makes them"
         return in_pytorch.run(
             q, k, v, g, g_gamma, asked.scale, asked.initial, asked.cu_seqlens, asked.group, description,
-            asked.want_final, int(rows), w, i, bool(strict),
+            asked.want_final, int(rows), w, i, bool(strict), given.get("turned"), given.get("turned_values"),
         )  # fmt: skip
 
     def like(self, how: str, asked: Asked) -> Like:
@@ -132,6 +134,7 @@ def diagonal(
     w: torch.Tensor | None = None,
     i: torch.Tensor | None = None,
     turned: torch.Tensor | None = None,
+    turned_values: torch.Tensor | None = None,
     *,
     scale: float,
     initial_state: torch.Tensor | None = None,
@@ -153,10 +156,13 @@ def diagonal(
     than one channel: ValueError where these are not there.
 
     turned: by how many turns (of 2 pi) each token rotates the first S pairs of the state's rows, channels 2 p and
-    2 p + 1 of q and k, [B, T, G, S] in float32, with a row for each head of q. The caller has rotated q and k by the
-    sums of these, without autograd: turned is given for its gradient alone, which the kernels take of states, so that
-    it is exact over long texts. It is that of turning all that lies before a token, initial states included, against
-    that token and all that lies behind it; final states are behind all tokens. ValueError in calls that PyTorch runs.
+    2 p + 1 of q and k, [B, T, G, S] in float32, or in float64 beside float64, with a row for each head of q. The
+    caller has rotated q and k by the sums of these, without autograd: turned is given for its gradient alone, which is
+    taken of states, so that it is exact over long texts. It is that of turning all that lies before a token, initial
+    states included, against that token and all that lies behind it; final states are behind all tokens.
+
+    turned_values: the same of the state's columns and of v, [B, T, H, S]. Outputs and final states are rotated as v is;
+    the caller rotates them back, again without autograd. ValueError where v has fewer than S pairs of channels.
 
     v may be in float32 beside q and k in bfloat16, and then o is too; states of one column are summed up in float32.
     ``op`` is the name by which ranks tell each other which call they are in. A token of `sp.set_lengths` is ``rows``
@@ -171,21 +177,27 @@ def diagonal(
     if i is not None and g is None and g_gamma is None:
         raise ValueError("i: expected write gates beside g or g_gamma; got neither of these")
     in_kernels = asks_for_kernels(q.is_cuda, q.dtype)
-    if turned is not None and not in_kernels:
-        raise ValueError("turned: expected a call that kernels run; got one that PyTorch runs")
-    if turned is not None and v.shape[-1] == 1:  # a second column, since walks leave its gradient
+    if turned_values is not None and 2 * turned_values.shape[-1] > v.shape[-1]:
+        expected = f"angles of at most {v.shape[-1] // 2} pairs of v's {v.shape[-1]} channels"
+        raise ValueError(f"turned_values: expected {expected}; got {turned_values.shape[-1]}")
+    if turned is not None and in_kernels and v.shape[-1] == 1:  # a second column, since walks leave its gradient
         start = None if initial_state is None else F.pad(initial_state, (0, 1))
         o, final = diagonal(
             q, k, F.pad(v, (0, 1)), g, g_gamma, w, i, turned, scale=scale, initial_state=start,
             output_final_state=output_final_state, cu_seqlens=cu_seqlens, sp=sp, op=op, rows=rows, strict=strict,
         )  # fmt: skip
         return o[..., :1], None if final is None else final[..., :1]
-    form, tensors = _described(q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, turned, strict)
+    form, tensors = _described(
+        q, k, v, g, g_gamma, w, i, scale, cu_seqlens is not None, op, rows, turned, strict, turned_values
+    )  # fmt: skip
     if in_kernels:
         blocks = ColumnBlocks.of(v.shape[-1]) if turned is None else ColumnBlocks.of(v.shape[-1], _TURNED_COLUMNS)
+        if turned_values is not None:
+            tensors[-1] = _pairs_in_blocks(blocks, turned_values)
+        given = _in_blocks(blocks, tensors, turned is not None, turned_values is not None)
         o, final = Diagonal.run(
-            form, _in_blocks(blocks, tensors, turned is not None), blocks.states(initial_state), cu_seqlens,
-            output_final_state=output_final_state, sp=sp, scale=scale,
+            form, given, blocks.states(initial_state), cu_seqlens, output_final_state=output_final_state, sp=sp,
+            scale=scale,
         )  # fmt: skip
         return blocks.outputs(o), blocks.joined(final)
     return functions.run(
@@ -197,29 +209,42 @@ def diagonal(
 def _described(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, g_gamma: torch.Tensor | None,
     w: torch.Tensor | None, i: torch.Tensor | None, scale: float, packed: bool, op: str, rows: int,
-    turned: torch.Tensor | None = None, strict: bool = False,
+    turned: torch.Tensor | None = None, strict: bool = False, turned_values: torch.Tensor | None = None,
 ) -> tuple[str, list[torch.Tensor]]:  # fmt: skip
     """The form and the tensors of a call of `diagonal`."""
     gates = [name for name, x in (("g", g), ("g_gamma", g_gamma)) if x is not None]
     call = f"{op} on {q.dtype}, {' and '.join(gates) or 'no gate'}"
     call += f"{'' if i is None else ', write gates'}{'' if w is None else ', skip weights'}"
-    call += ", turned" if turned is not None else ""
+    call += f"{'' if turned is None else ', turned'}{'' if turned_values is None else ', turned values'}"
     call += ", own products apart" if strict else ""
     call += ", packed" if packed else ""
     if type(scale) is float:  # else symbolic
         call += f", scale {scale}"
     gate = g if g is not None else None if g_gamma is None else g_gamma.contiguous()
     others = {name: x for name, x in (("i", i), ("w", w)) if x is not None}
-    last = {} if turned is None else {"turned": turned}
+    of_turns = ("turned", turned), ("turned_values", turned_values)
+    last = {name: x for name, x in of_turns if x is not None}
     tensors = [q, k, v, *([] if gate is None else [gate]), *others.values(), *last.values()]
     return f"{','.join([*gates[:1], *others, *last])}|{rows}|{'strict' if strict else ''}|{call}", tensors
 
 
-def _in_blocks(blocks: ColumnBlocks, tensors: list[torch.Tensor], turned: bool = False) -> list[torch.Tensor]:
-    """q, k, v and what heads have besides, where blocks of columns are heads. turned: the last tensor is of keys."""
-    end = len(tensors) - turned
+def _in_blocks(
+    blocks: ColumnBlocks, tensors: list[torch.Tensor], turned: bool = False, of_values: bool = False
+) -> list[torch.Tensor]:
+    """q, k, v and what heads have besides, where blocks of columns are heads. turned, of_values: at the end there is a
+    tensor of keys, and one that is in blocks."""
+    end = len(tensors) - turned - of_values
     by_head = [blocks.repeated(x, x.dim() - 1) for x in tensors[3:end]]
     return [*tensors[:2], blocks.values(tensors[2]), *by_head, *tensors[end:]]
+
+
+def _pairs_in_blocks(blocks: ColumnBlocks, x: torch.Tensor) -> torch.Tensor:
+    """[B, T, H n, width / 2] of x [B, T, H, S], a number for each of the first S pairs of columns. Blocks of which
+    there are several have even widths."""
+    if blocks.n == 1:
+        return x
+    more = blocks.n * blocks.width // 2 - x.shape[-1]
+    return F.pad(x, (0, more)).unflatten(-1, (blocks.n, blocks.width // 2)).flatten(2, 3)
 
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -274,7 +274,8 @@ def test_a_library_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, capsys
 
 def _measured(device: str, *rows: dict[str, Any]) -> dict[str, Any]:
     env = {"device": f"NVIDIA {device}", "commit": "abcdefgh", "torch": "2", "triton": "3", "mamba_ssm": "2.3"}
-    return {"kind": "released", "environment": env, "rows": list(rows), "left_out": [], "differ": ["x, y: o", "x, y: dq"]}
+    differ = ["x, y: o", "x, y: dq"]
+    return {"kind": "released", "environment": env, "rows": list(rows), "left_out": [], "differ": differ}
 
 
 def _layer_row(provider: str, mode: str, ms: float, **more: Any) -> dict[str, Any]:

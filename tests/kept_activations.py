@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.planner.model import sizes_of
+from flexsp.planner.model_sizes import sizes_of
 from tests.transformers_models import ALL_MODELS
 
 _TOKENS = 512

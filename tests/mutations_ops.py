@@ -220,7 +220,7 @@ OPS = [
          _EDGES + "test_mlstm_quotients"),
     ),
     *_in(
-        "flexsp/kernels/mamba3/op.py",
+        "flexsp/kernels/mamba3/autograd_functions.py",
         ("-(-least // _STEP) * _STEP)", "least)", "tokens at segments' edges count twice", _EDGES + "test_mamba3"),
         ("heads = _divisor(H // B.shape[2], _HEADS)", "heads = min(H // B.shape[2], _HEADS)", "the last heads are left out", _EDGES + "test_mamba3"),
         ("z if z.stride(-1) == 1 else z.contiguous() for z in (B, C)", "z for z in (B, C)", "channels are taken to lie side by side",
@@ -251,7 +251,7 @@ OPS = [
          "step sizes do not weigh the values of several steps", "tests/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
     ),
     *_in(
-        "flexsp/grammar/model.py",
+        "flexsp/grammar/flex_linear_attention.py",
         ('of_tokens = self.transition.kind == "spectral" or', "of_tokens =", "angles of spectral transitions answer to rounded rows",
          "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
         ('"spectral" or "theta" in self.features.inputs', '"spectral"', "angles of rope answer to rounded rows",

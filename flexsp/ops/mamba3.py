@@ -365,7 +365,7 @@ def _has_kernels(sizes: _Sizes, given: _Inputs) -> bool:
 @step
 def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     """As `_in_pytorch`."""
-    from flexsp.kernels.mamba3 import op as kernels
+    from flexsp.kernels.mamba3 import autograd_functions as kernels
 
     x, initial, cu_seqlens = given.x, options.initial, options.cu_seqlens
     at = cu_seqlens, options.sp

@@ -167,11 +167,14 @@ OPS = [
          "tests/test_layers.py::test_bad_input"),
     ),
     *_in(
+        "flexsp/exceptions.py",
+        ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
+        ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
+    ),
+    *_in(
         "flexsp/kernels/engine.py",
         ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later call is read by the first one's strides",
          _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),
-        ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
-        ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
         (_UNTRANSFORMED + _FINAL, _FINAL, "transforms of torch.func reach the kernels",
          "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.diagonal.op import diagonal
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.rotary import halved, paired, rotate, turn_rows
 
 __all__ = ["Turns", "entering", "leaving", "on_engine", "own_products", "products", "value_rows"]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.diagonal.op import diagonal
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import plain
 from flexsp.kernels.rotary import rotate

@@ -186,7 +186,7 @@ class _Cut:
             yield self.plan(chunk, width)
 
     def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Tiling:
-        """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
+        """The plan for a chunk size and columns a program; `whole`: in one segment, else for `programs` programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.n_docs
         tiles = self.heads * -(-blocks[self.cols] // width)

@@ -202,7 +202,7 @@ class BasePlan(_Buffers):
         )  # fmt: skip
 
     def exact_gradients(self, part: Part, to_beta: str, to_gate: str | None, tiles: int) -> list[LaunchSpec]:
-        """Of the chunks of a part; dbeta [tiles, ..], or parts with so many tiles."""
+        """Of the chunks of a part; dbeta is [tiles, ...]."""
         if not self.rounds:
             return []
         cols, inputs = self._exact_columns, ["q", "k", "v", self.beta, self.gate, "do"]
@@ -218,7 +218,7 @@ class BasePlan(_Buffers):
 
     @property
     def _exact_columns(self) -> int:
-        """Columns of the values at a time: a state of so many is in the registers of eight warps at most."""
+        """Columns of the values at a time: those of a state that fits the registers of eight warps."""
         return min(max(16, 1 << (self.tiling.V - 1).bit_length()), 16384 // self.tiling.key_block)
 
     @property

@@ -100,8 +100,6 @@ def compare(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[float,
     yield from zip(estimated, found, strict=True)
 
 
-
-
 def _counting(forward: Any, parameters: set[int], found: list[float]) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         saved: dict[int, torch.Tensor] = {}

@@ -178,8 +178,8 @@ def imported_tests(source: str) -> list[str]:
             named += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
-    paths = {name: ROOT / "tests" / f"{name.removeprefix('tests.').replace('.', '/')}.py" for name in named}
-    return [name for name, path in paths.items() if path.stem.startswith("test_") and path.exists()]
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    return [x for x in named if x.partition(".")[0] in files or (x.startswith("tests.") and files & {*x.split(".")})]
 
 
 def test_no_test_file_imports_another() -> None:

@@ -306,7 +306,7 @@ def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.
             local.find_maxima(initial, None)
         before, _ = local.states(None)(initial)
         if program.transition != "sequential":
-            _ = local.factors
+            _ = local.factors  # runs the linear part of decay_mode, which ranks need
     with _many("merge_mode", program.merge):
         local.merge(before)
 

@@ -96,7 +96,7 @@ def _filling(multiprocessors: int) -> int:
 
 
 def filled(n: int, at_once: int) -> float:
-    """The share of time that n programs keep all busy, if so many run at once; nine tenths are enough."""
+    """The share of time that n programs keep all busy, if `at_once` run at the same time; nine tenths are enough."""
     return min(0.9, n / (-(-n // at_once) * at_once)) if n else 0.9
 
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 __all__ = [
-    "BetweenRanks", "Fault", "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch", "PeerTimeout",
-    "UncoveredWarning", "check_dense", "check_flag", "check_flags", "check_integer", "check_number", "checks_wanted",
-    "fail", "kernels_on_cpu",
+    "BetweenRanks", "CompileError", "Fault", "FlexspError", "HeapTooSmall", "NotAvailable", "NotExact", "PeerMismatch",
+    "PeerTimeout", "UncoveredWarning", "asks_for_kernels", "check_dense", "check_flag", "check_flags", "check_integer",
+    "check_number", "checks_wanted", "fail", "kernels_on_cpu",
 ]  # fmt: skip
 
 
@@ -147,6 +147,17 @@ class HeapTooSmall(FlexspError, ValueError):
         return (type(self), (self.needed, self.had, self.why))
 
 
+class CompileError(FlexspError, ValueError):
+    """One of the three functions cannot be compiled; the message names the function, the line and the remedy."""
+
+    def __init__(self, role: str, name: str, text: str) -> None:
+        self.role, self.name, self.text = role, name, text
+        super().__init__(f"{role} {name!r}: {text}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.role, self.name, self.text)
+
+
 class NotAvailable(FlexspError, RuntimeError):
     """A transport or feature that this machine does not have; the message says what is missing."""
 
@@ -253,3 +264,9 @@ def kernels_on_cpu() -> bool:
     if word not in ("", "triton"):
         fail("FLEXSP_BACKEND", "triton or nothing (the kind of the tensors decides then)", repr(given))
     return word == "triton"
+
+
+def asks_for_kernels(on_gpu: bool, dtype: torch.dtype) -> bool:
+    """Whether kernels run tensors of such a kind: on GPUs, and on CPU where FLEXSP_BACKEND asks for the interpreter.
+    They have no float64."""
+    return dtype != torch.float64 and (on_gpu or kernels_on_cpu())

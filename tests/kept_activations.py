@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.planner.model import sizes_of
+from flexsp.planner.model_sizes import sizes_of
 from tests.transformers_models import ALL_MODELS
 
 _TOKENS = 512
@@ -98,8 +98,6 @@ def compare(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[float,
     model(input_ids=torch.randint(30, (1, _TOKENS)), use_cache=False)
     assert len(found) == len(estimated)
     yield from zip(estimated, found, strict=True)
-
-
 
 
 def _counting(forward: Any, parameters: set[int], found: list[float]) -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 __all__ = ["by_turns", "quick", "slow"]
 
+
 def slow(*values: Any) -> list[Any]:
     """These values of a parameter (tuples where there are several), each marked as slow."""
     return [pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=pytest.mark.slow) for x in values]

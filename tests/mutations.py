@@ -449,7 +449,7 @@ _FACES = [
         ("a * cos - b * sin", "a * cos + b * sin", "rotations", "tests/test_grammar.py::test_against_token_loop"),
     ),
     *_in(
-        "flexsp/grammar/model.py",
+        "flexsp/grammar/flex_linear_attention.py",
         ("gates.clamped(gate.to(check.accumulation_dtype(q)))", "gate.to(check.accumulation_dtype(q))", "a gate of -inf is not clamped",
          "tests/test_grammar.py::test_a_closed_gate_starts_anew"),
     ),

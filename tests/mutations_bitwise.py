@@ -167,7 +167,7 @@ BITWISE = [
         ),
     ),
     *_in(
-        "flexsp/grammar/model.py",
+        "flexsp/grammar/flex_linear_attention.py",
         (
             "if chunk > 1 and cu_seqlens is not None:",
             "if False:",

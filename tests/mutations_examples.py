@@ -65,6 +65,8 @@ EXAMPLES = [
          _DOCUMENTS + "test_an_earlier_time_of_an_op_alone_gives_way_to_a_later_one"),
         ('key=lambda result: str(result["environment"]["date"])', "key=lambda result: 0", "an earlier step is shown",
          _DOCUMENTS + "test_of_the_same_training_step_the_newest_is_shown"),
+        (" if any(ratio for _, ratio in by.values())", "", "layers without another library are among the ratios",
+         "tests/test_bench_released.py::test_tables_of_released_layers"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -39,7 +39,7 @@ FLA = [
         ("        \"causal_conv1d\": causal_conv1d,\n", "", "Gated DeltaNet's fused convolution reads one rank's tokens", _MODELS),
     ),
     *_in(
-        "flexsp/integrations/fla/model.py",
+        "flexsp/integrations/fla/parallelized.py",
         ("    del kwargs[KEY]\n    _check_parts(module)\n", "    del kwargs[KEY]\n", "a convolution that came later, in a model",
          _CHECKS + "test_a_mixer_that_came_later"),
         ("        _check_parts(module)\n        with on_ranks", "        with on_ranks", "a convolution that came later",

@@ -203,7 +203,7 @@ GATES = [
          "the gates change places", _LRU_FIRST),
     ),
     *_in(
-        "flexsp/kernels/vector/op.py",
+        "flexsp/kernels/vector/vector_state.py",
         ("GATED if self.inputs.gated else LIMITS", "LIMITS", "gates have twice the channels that registers hold",
          "tests/test_vector_state.py::test_what_the_interpreter_cannot_show[RG-LRU]"),
     ),
@@ -461,7 +461,7 @@ GATES = [
          "tests/test_mamba3_kernels.py::test_what_tells_launches_apart[alignment of B]"),
     ),
     *_in(
-        "flexsp/kernels/mamba3/op.py",
+        "flexsp/kernels/mamba3/autograd_functions.py",
         ("None if dlast is None else _dense(dlast).contiguous()", "None", "sums do not answer to the ranks behind",
          _MAMBA3_OVER),
         ("if grads[2] is None else _in_memory(grads[2])", "", "outputs do not answer for the skip", _MAMBA3_KERNELS),

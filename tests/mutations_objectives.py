@@ -83,7 +83,7 @@ OBJECTIVES = [
         ("return found.to(x.dtype)", "return found", "features have the dtype of autocast", _MAP + "test_half_precision_and_autocast"),
     ),
     *_in(
-        "flexsp/grammar/model.py",
+        "flexsp/grammar/flex_linear_attention.py",
         ('made("q", q), made("k", k)', 'made("q", q), k', "keys have no features", _MAP + "test_against_token_loop[gates]"),
         ('{"q": rows[0], "k": rows[1], "v": v}', '{"q": q, "k": k, "v": v}', "segments have features of features",
          _MAP + "test_bits_over_ranks"),
@@ -156,7 +156,7 @@ OBJECTIVES = [
         ("call.cu_seqlens * self._rows", "call.cu_seqlens", "documents have a row a token", _THETA + "[packed-delta rows]"),
     ),
     *_in(
-        "flexsp/grammar/model.py",
+        "flexsp/grammar/flex_linear_attention.py",
         ("reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))", "reads, keys = q, k",
          "own products come from behind the last document", "tests/test_tail.py::test_tails_are_not_read"),
         ("own = scale * (reads * keys)", "own = 2 * scale * (reads * keys)",

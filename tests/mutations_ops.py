@@ -167,11 +167,14 @@ OPS = [
          "tests/test_layers.py::test_bad_input"),
     ),
     *_in(
+        "flexsp/exceptions.py",
+        ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
+        ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
+    ),
+    *_in(
         "flexsp/kernels/engine.py",
         ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later call is read by the first one's strides",
          _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),
-        ("dtype != torch.float64 and", "dtype != torch.float32 and", "float32 has no kernels", _DTYPES),
-        ("dtype != torch.float64 and", "dtype != torch.float64 or", "all but float64 runs kernels, wherever it is", _DTYPES),
         (_UNTRANSFORMED + _FINAL, _FINAL, "transforms of torch.func reach the kernels",
          "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),
@@ -220,7 +223,7 @@ OPS = [
          _EDGES + "test_mlstm_quotients"),
     ),
     *_in(
-        "flexsp/kernels/mamba3/op.py",
+        "flexsp/kernels/mamba3/autograd_functions.py",
         ("-(-least // _STEP) * _STEP)", "least)", "tokens at segments' edges count twice", _EDGES + "test_mamba3"),
         ("heads = _divisor(H // B.shape[2], _HEADS)", "heads = min(H // B.shape[2], _HEADS)", "the last heads are left out", _EDGES + "test_mamba3"),
         ("z if z.stride(-1) == 1 else z.contiguous() for z in (B, C)", "z for z in (B, C)", "channels are taken to lie side by side",
@@ -251,7 +254,7 @@ OPS = [
          "step sizes do not weigh the values of several steps", "tests/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
     ),
     *_in(
-        "flexsp/grammar/model.py",
+        "flexsp/grammar/flex_linear_attention.py",
         ('of_tokens = self.transition.kind == "spectral" or', "of_tokens =", "angles of spectral transitions answer to rounded rows",
          "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
         ('"spectral" or "theta" in self.features.inputs', '"spectral"', "angles of rope answer to rounded rows",

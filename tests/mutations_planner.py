@@ -11,7 +11,7 @@ _PLAN = "tests/test_training_plan.py::"
 
 PLANNER = [
     *_in(
-        "flexsp/planner/model.py",
+        "flexsp/planner/model_sizes.py",
         ("numbers * _chosen(module, config) // module.num_experts", "numbers // module.num_experts", "one expert is chosen",
          _PLAN + "test_parameters_are_those_of_the_built_model[qwen3_next]"),
         ("if adapter is None or int(adapter[1]) == hybrid:", "if True:", "a token meets all adapters of a shared block",

@@ -96,10 +96,10 @@ PROGRAMS = [
         ('*renewed("S", new)]', "]", "states do not change", _STEPS + "[hgrn]"),
     ),
     *_in(
-        "flexsp/compiler/frontend/report.py",
-        ("program.disagrees is None, measured.cuts", "True, measured.cuts", "chunks never matter",
+        "flexsp/compiler/frontend/check.py",
+        ("text is None, found.cuts", "True, found.cuts", "chunks never matter",
          _CHECK + "test_chunks_that_are_part_of_a_program"),
-        ('program.transition not in ("max-plus", "sequential")', 'program.transition != "sequential"',
+        ('kind not in ("max-plus", "sequential")', 'kind != "sequential"',
          "a maximum is called affine", _CHECK + "test_updates_that_are_not_affine"),
     ),
     *_in(

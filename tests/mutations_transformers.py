@@ -129,7 +129,7 @@ TRANSFORMERS = [
         ("    if shard.cu_seqlens is not None:\n", "    if False:\n", "packed documents are one sequence", _HEADS + "test_refused_sequences"),
     ),
     *_in(
-        "flexsp/integrations/transformers/model.py",
+        "flexsp/integrations/transformers/parallelized.py",
         ("type(module).forward, found or {}, functools.partial(_entering, keeps=_takes_more(module))",
          "type(module).forward, found or {}, None", "layers that are computed again have no shard", _FAMILIES + "[jamba]"),
     ),

@@ -274,7 +274,8 @@ def test_a_library_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, capsys
 
 def _measured(device: str, *rows: dict[str, Any]) -> dict[str, Any]:
     env = {"device": f"NVIDIA {device}", "commit": "abcdefgh", "torch": "2", "triton": "3", "mamba_ssm": "2.3"}
-    return {"kind": "released", "environment": env, "rows": list(rows), "left_out": [], "differ": ["one differs"]}
+    differ = ["x, y: o", "x, y: dq"]
+    return {"kind": "released", "environment": env, "rows": list(rows), "left_out": [], "differ": differ}
 
 
 def _layer_row(provider: str, mode: str, ms: float, **more: Any) -> dict[str, Any]:
@@ -303,8 +304,9 @@ def test_tables_of_released_layers(tmp_path: Path) -> None:
     text = summary.ratios(paths)
     assert "| flexsp ms, H100 | ratio to the fastest library | flexsp ms, H200 |" in text
     assert "| Zamba2 7B | 2/112 x 64/64 | mild | 1.00 / 3.00 | 0.50 / 0.75 of mamba_ssm | 1.00 / 3.00 |" in text
-    assert "| xLSTM-7B | 8 | own | refused |  | refused |  |" in text and "mamba_ssm 2.3." in text
-    assert f"| H200 {line}" in summary.released(paths) and summary.released(paths).count("- one differs") == 1
+    assert "xLSTM" not in text and "mamba_ssm 2.3." in text  # no library was measured beside it
+    assert "| xLSTM-7B | 8 | own | 1 x 32768 | refused |" in summary.released(paths)
+    assert f"| H200 {line}" in summary.released(paths) and summary.released(paths).count("- x, y: o; dq\n") == 1
     (tmp_path / "doc.md").write_text("<!-- measured: released none_*.json -->\n<!-- /measured -->\n")
     assert "Not measured yet." in document.refreshed(tmp_path / "doc.md") and not document.sources(tmp_path / "doc.md")
 

@@ -38,7 +38,7 @@ def compile_config(
     import torch
 
     from flexsp.kernels import executable, operators
-    from flexsp.kernels.selective.op import selective
+    from flexsp.kernels.selective.selective_scan import selective
     from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_demo import ROOT, arguments, demo, module, rows_of, text_file, train
 
 from flexsp.testing.ranks import run_ranks
+from tests.harness.demo import ROOT, arguments, demo, module, rows_of, text_file, train
 
 __all__ = ["text_file"]  # the fixture
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_schedules import fold, random_elements
 
 import flexsp
 from flexsp.comm import faults, process_group
@@ -25,6 +24,7 @@ from flexsp.scan.schedules import SCHEDULES, incoming_state
 from flexsp.scan.transitions import Transition
 from flexsp.testing import run_ranks
 from tests.harness.interpreted import INTERPRETED
+from tests.harness.schedules import fold, random_elements
 from tests.marks import by_turns
 
 CHECK = {"FLEXSP_CHECK": "1"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_schedules import KINDS, fold, random_elements
 from torch.utils.checkpoint import checkpoint
 
 from flexsp.comm.group import SequenceParallel
@@ -17,7 +16,8 @@ from flexsp.scan.exchange import exchange
 from flexsp.scan.schedules import SCHEDULES
 from flexsp.scan.transitions import Transition
 from flexsp.testing import RankFailure, run_ranks
-from tests.harness.exchanges import by_torch
+from tests.harness.exchanges import Block, blocks, one_process
+from tests.harness.schedules import KINDS, fold, random_elements
 from tests.marks import slow
 
 Tensors = list[torch.Tensor]
@@ -95,63 +95,14 @@ def test_a_rank_where_nothing_requires_grad(mode: str) -> None:
     torch.testing.assert_close(grads[0], F[0].exp() + 2 * F[0] + 2 * (F[0] + F[1]))
 
 
-class Block(torch.nn.Module):
-    """A layer in miniature: tokens [T, 3] -> F, the state that arrives, tokens [T, 3] that read it."""
-
-    def __init__(self, sp: SequenceParallel, read: bool = True) -> None:
-        super().__init__()
-        self.sp, self.read = sp, read
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        F = torch.einsum("tk,tv->kv", x, x.cos())[None, None]
-        log_a = -x.square().sum()[None, None]
-        state = exchange(F, Transition.of(F, log_a), self.sp)
-        return x.sin() + x @ state[0, 0] if self.read else x.sin()
-
-
-def _blocks(sp: SequenceParallel, xs: Tensors, mode: str, read: bool) -> tuple:
-    """Two layers; the middle rank's shard may be empty. Returns output, gradient and how many calls torch.distributed
-    made."""
-    x = xs[sp.rank].requires_grad_()
-    layers = [Block(sp, read), Block(sp, read)]
-    torch._dynamo.reset()
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        for layer in layers:
-            if "checkpoint" in mode:
-                x = checkpoint(layer, x, use_reentrant="reentrant" in mode)
-            else:
-                x = layer(x)
-        return x
-
-    if "compile" in mode:
-        model = torch.compile(model, fullgraph=True, backend="inductor" if "inductor" in mode else "aot_eager")
-    before = sp.calls
-    y = model(x)
-    forward_calls = by_torch(sp, before)
-    y.square().sum().backward()
-    return y, x.grad, (forward_calls, by_torch(sp, before))
-
-
-def _one_process(xs: Tensors) -> tuple[Tensors, Tensors]:
-    xs = [x.clone().requires_grad_() for x in xs]
-    ys = xs
-    for _ in range(2):
-        Fs = [torch.einsum("tk,tv->kv", y, y.cos())[None, None] for y in ys]
-        elements = [(F, -y.square().sum()[None, None], None) for F, y in zip(Fs, ys, strict=True)]
-        ys = [y.sin() + y @ state[0, 0] for y, state in zip(ys, fold(elements), strict=True)]
-    sum(y.square().sum() for y in ys).backward()
-    return ys, [x.grad for x in xs]
-
-
 @pytest.mark.parametrize(
     "mode",
     ["eager", "compile", "checkpoint", "checkpoint reentrant", "compile checkpoint", *slow("compile inductor")],
 )
 def test_layers_with_an_empty_shard(mode: str) -> None:
     xs = [0.3 * torch.randn(T, 3, dtype=torch.float64) for T in (5, 0, 4)]
-    got = run_ranks(_blocks, 3, xs, mode, True, sp_timeout_s=90.0)
-    ys, grads = _one_process(xs)
+    got = run_ranks(blocks, 3, xs, mode, True, sp_timeout_s=90.0)
+    ys, grads = one_process(xs)
     recomputed = 0 if "checkpoint" not in mode or (KEEPS and "compile" in mode) else 2
     for r in range(3):
         torch.testing.assert_close(got[r][0], ys[r].detach(), rtol=1e-12, atol=1e-12)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_exchange import _blocks, _one_process
 from torch.utils.checkpoint import checkpoint
 
 from flexsp.exceptions import FlexspError, PeerMismatch, PeerTimeout
@@ -18,7 +17,7 @@ from flexsp.scan.tokens import following, last, previous, tokens_before
 from flexsp.scan.transitions import Transition
 from flexsp.testing.ranks import run_ranks
 from flexsp.testing.scans import fill_slots_with_nan
-from tests.harness.exchanges import by_torch
+from tests.harness.exchanges import blocks, by_torch, one_process
 from tests.harness.interpreted import INTERPRETED
 from tests.marks import slow
 
@@ -201,7 +200,7 @@ def test_fewer_tokens_than_lengths_say() -> None:
 def test_layers_with_an_empty_shard(mode: str) -> None:
     """Two exchanges in a row, computed again or in graphs."""
     xs = [0.3 * torch.randn(T, 3) for T in (5, 0, 4)]
-    got, (ys, grads) = run_ranks(_blocks, 3, xs, mode, True, sp_timeout_s=90.0, **POSIX), _one_process(xs)
+    got, (ys, grads) = run_ranks(blocks, 3, xs, mode, True, sp_timeout_s=90.0, **POSIX), one_process(xs)
     for r in range(3):
         torch.testing.assert_close(got[r][0], ys[r].detach())
         torch.testing.assert_close(got[r][1], grads[r])

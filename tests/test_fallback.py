@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp import exceptions
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor
 from flexsp.exceptions import NotAvailable
 from flexsp.grammar import FlexLinearAttention, decay
-from flexsp.kernels import engine
 from flexsp.testing import run_ranks
 from tests import variants
 from tests.harness.interpreted import INTERPRETED
@@ -21,9 +21,9 @@ from tests.harness.interpreted import INTERPRETED
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_all_dtypes_but_float64_have_kernels(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted in (False, True):
-        monkeypatch.setattr(engine, "kernels_on_cpu", lambda wanted=wanted: wanted)
+        monkeypatch.setattr(exceptions, "kernels_on_cpu", lambda wanted=wanted: wanted)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            assert engine.asks_for_kernels(on_gpu, dtype) == ((on_gpu or wanted) and dtype != torch.float64)
+            assert exceptions.asks_for_kernels(on_gpu, dtype) == ((on_gpu or wanted) and dtype != torch.float64)
 
 
 def refusals(sp: Any, folder: str) -> dict[str, tuple[str, str]]:

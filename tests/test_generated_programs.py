@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from flexsp.compiler.dispatch import refusal
 from flexsp.compiler.frontend import primitives
-from flexsp.compiler.planning.tiling import refusal
 from flexsp.testing.bounds import within_tensors
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks

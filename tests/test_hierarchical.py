@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_sp_ops import ALL, Plan, check_against_one_rank, run_plans
 
 from flexsp.comm import process_group
 from flexsp.comm.group import SequenceParallel
@@ -23,6 +22,8 @@ from flexsp.scan.transitions import KINDS, Transition
 from flexsp.testing import RankFailure, run_ranks
 from flexsp.testing.cases import random_documents, random_lengths
 from tests.harness.lockstep import incoming_states
+from tests.harness.ops import ALL
+from tests.harness.over_ranks import Plan, check_against_one_rank, run_plans
 from tests.marks import slow
 
 Given = list[tuple[torch.Tensor, Transition]]

@@ -232,8 +232,6 @@ def test_over_ranks(tmp_path: Path) -> None:
     assert run_script(tmp_path / "ranks.py", 3, **interpreted) == ["as one rank"]
 
 
-
-
 def merge_by_parts(q, k, v, chunk_state, scale):  # type: ignore[no-untyped-def]
     """No kernel is made of the slices."""
     w = (q @ k.T).tril()

@@ -66,7 +66,7 @@ def prepare(kind: str, seed: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, seed: int) -> bool:
     """Whether the kernels ran."""
     from flexsp.kernels import run
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
 
     loops.CASES["wide"] = 0, 1, 40, 13, False
     loops.H, loops.P = {"wide": (2, 33), "one row, wide": (3, 2), "wide values": (2, 270)}.get(kind, (4, 5))
@@ -123,7 +123,7 @@ def test_documents_over_ranks(transport: str) -> None:
 
 def tanhs(sp: SequenceParallel, seed: int) -> float:
     """The largest relative error of tanh, of small and large numbers: the turns of steps of 2."""
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
 
     made = torch.Generator().manual_seed(seed)
     angles = torch.randn(1, 1, 32, 64, generator=made) * 10.0 ** torch.randint(-6, 2, (1, 1, 32, 64), generator=made)
@@ -135,7 +135,7 @@ def tanhs(sp: SequenceParallel, seed: int) -> float:
 
 def circles(sp: SequenceParallel, seed: int) -> float:
     """The largest error of sines and cosines: queries (1, 0), turned."""
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
 
     turns = torch.rand(1, 64, 1, 16, generator=torch.Generator().manual_seed(seed)) - 0.5
     turns[0, :, 0, 0] = torch.linspace(-0.5, 0.5, 64)
@@ -148,7 +148,7 @@ def circles(sp: SequenceParallel, seed: int) -> float:
 
 def sums(sp: SequenceParallel, seed: int) -> list[float]:
     """How far sums of many turns, and their gradients, are from those in float64; documents begin within segments."""
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
 
     op._SEGMENT, made, found = 8, torch.Generator().manual_seed(seed), []
     for packed in (False, True):
@@ -236,7 +236,7 @@ def test_parts() -> None:
 
 def not_finite(sp: SequenceParallel, seed: int) -> None:
     """NaN in one document reaches its later tokens, and nothing of the others."""
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
 
     op._SEGMENT = 8
     inputs = {key: x.float() for key, x in loops.draw("siso", 1, 29, 0, seed).items()}
@@ -296,7 +296,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], set[str]]] 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_tells_launches_apart(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexsp.kernels import run
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
 
     monkeypatch.setattr(run, "run_steps", lambda *args: None)  # no kernel runs
     monkeypatch.setattr(run, "_launches", {})
@@ -340,7 +340,7 @@ def compile_config(
     docs: int = 0, ranks: bool = False, pairwise: bool = True, angles: str = "of one head",
 ) -> list[dict[str, Any]]:  # fmt: skip
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
-    from flexsp.kernels.mamba3 import op
+    from flexsp.kernels.mamba3 import autograd_functions as op
     from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:

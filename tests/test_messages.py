@@ -10,7 +10,7 @@ import pytest
 
 from flexsp.compiler import ConstExpr, LinearAttention, SymbTensor, cache_result, identity, unit_lower_inverse
 from flexsp.compiler.frontend.meta import KERNELS_OWN, OURS
-from flexsp.compiler.frontend.trace import CompileError
+from flexsp.exceptions import CompileError
 
 H, K, V = ConstExpr("H", 2), ConstExpr("K", 4), ConstExpr("V", 5)
 

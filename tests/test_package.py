@@ -170,22 +170,26 @@ def test_imports_point_one_way() -> None:
     assert {module: names for module, names in wrong.items() if names} == {}
 
 
+def imported_tests(source: str) -> list[str]:
+    """Test files that a file imports, of the package `tests` or by their bare names."""
+    named: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            named += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            named += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    return [x for x in named if x.partition(".")[0] in files or (x.startswith("tests.") and files & {*x.split(".")})]
+
+
 def test_no_test_file_imports_another() -> None:
     """What tests share stands in tests/harness/ and in the files beside it that are no tests."""
-    wrong = {}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        named: list[str] = []
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                named += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                named += [f"{node.module}.{alias.name}" for alias in node.names]
-        found = [x for x in named if x.startswith("tests.") and any(y.startswith("test_") for y in x.split(".")[:-1])]
-        found += [x for x in named if x.startswith("tests.") and (ROOT / (x.replace(".", "/") + ".py")).exists()
-                  and x.rpartition(".")[2].startswith("test_")]  # fmt: skip
-        if found:
-            wrong[path.name] = found
-    assert wrong == {}
+    found = {path.name: imported_tests(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
+    assert {name: tests for name, tests in found.items() if tests} == {}
+    for source in ("from test_group import x", "import tests.test_group as y", "from tests import test_group"):
+        assert imported_tests(source)
+
+
 def circles(edges: Mapping[str, Collection[str]]) -> list[list[str]]:
     """Modules that import each other, directly or by way of others: strongly connected components of two and more."""
     order: dict[str, int] = {}

@@ -90,9 +90,9 @@ def test_against_token_loops(what: str, seed: int) -> None:
 
 
 def in_panels(sp: Any, seed: int) -> list[str]:
-    from flexsp.kernels.delta.exact_plan import ExactPlan
+    from flexsp.kernels.delta.base_plan import BasePlan
 
-    with mock.patch.object(ExactPlan, "_exact_columns", 16):
+    with mock.patch.object(BasePlan, "_exact_columns", 16):
         return of_kernels(sp, [Keys("gated", 1, T=9, K=24, V=20), Keys("kda", 1, T=9, K=24, V=36)], seed)
 
 

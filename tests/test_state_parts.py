@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexsp.compiler.planning.tiling import refusal
+from flexsp.compiler.dispatch import refusal
 from flexsp.grammar import FlexLinearAttention, decay
 from flexsp.grammar.custom import CustomTransition
 from flexsp.testing.compare import DRAWS, RoundedProducts, check_functions

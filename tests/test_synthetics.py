@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_demo import ROOT, module
+
+from tests.harness.demo import ROOT, module
 
 PARITY = ["--tiny", "--device", "cpu", "--tasks", "parity"]
 

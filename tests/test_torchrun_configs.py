@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_demo import ROOT, SCHEDULE, arguments, rows_of, train, write_text
 
 import flexsp
 from flexsp.testing.ranks import run_ranks
+from tests.harness.demo import ROOT, SCHEDULE, arguments, rows_of, train, write_text
 from tests.marks import slow
 
 CONFIGS = ROOT / "torchrun_configs"

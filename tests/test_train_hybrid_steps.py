@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_train_hybrid import arguments, hybrid, place
 
 from flexsp.testing.ranks import run_ranks
+from tests.harness.hybrid import arguments, hybrid, place
 
 __all__ = ["place"]  # the fixture
 

@@ -25,7 +25,7 @@ from flexsp.exceptions import NotAvailable
 from flexsp.launch import cli
 from flexsp.planner import measured, memory, step_time
 from flexsp.planner import splits as planning
-from flexsp.planner.model import Layer, LinearMixer, ModelSizes, SoftmaxMixer, known_types, read_model
+from flexsp.planner.model_sizes import Layer, LinearMixer, ModelSizes, SoftmaxMixer, known_types, read_model
 from flexsp.planner.setup import Kind, Part, Setup, Split, parse_tokens
 from flexsp.planner.splits import Plan, advice, plan, splits
 from tests.transformers_models import ALL_MODELS, make
@@ -157,7 +157,7 @@ def test_mixers_have_the_sizes_of_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["zamba2", "falcon_h1"])
 def test_a_token_meets_the_weights_that_the_layers_call(name: str) -> None:
     """A shared block of Zamba2 counts in each layer that calls it, and of its adapters one."""
-    from flexsp.planner.model import sizes_of
+    from flexsp.planner.model_sizes import sizes_of
 
     model, called = make(name), []
     sizes = sizes_of(model)

@@ -141,7 +141,8 @@ def rg_lru_case(kind: str, seed: int) -> tuple[Tensors, dict[str, Any], dict[str
 
 def rg_lru_in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, segments: int, seed: int) -> int:
     """Compares `rg_lru` with its token loop; how many kernels ran."""
-    from flexsp.kernels.vector import op, vector_plan
+    from flexsp.kernels.vector import vector_plan
+    from flexsp.kernels.vector.vector_state import _Vector
 
     inputs, others, loop = rg_lru_case(kind, seed)
     limits = vector_plan.GATED._replace(programs=1)  # for few tokens, segments of several chunks
@@ -156,7 +157,7 @@ def rg_lru_in_kernels(sp: SequenceParallel, kind: str, dtype: torch.dtype, segme
             nothing(dtype)
         if kind == "gates that close":
             edges(dtype)
-    return len(op._Vector._executables)
+    return len(_Vector._executables)
 
 
 def beside_others(x: Tensor) -> Tensor:
@@ -329,7 +330,7 @@ def compile_config(
 ) -> list[dict[str, Any]]:
     """In a child process: a forward and backward pass on meta tensors, every launch compiled."""
     from flexsp.kernels import executable, operators
-    from flexsp.kernels.vector.op import Gates, vector_state
+    from flexsp.kernels.vector.vector_state import Gates, vector_state
     from flexsp.testing.offline import record_launches
 
     def meta(*size: int, kind: torch.dtype = torch.float32) -> Tensor:

@@ -25,7 +25,7 @@ from flexsp.bench.variant import variant_case
 from flexsp.comm.group import SequenceParallel, sequence_parallel
 from flexsp.comm.heap import SymmetricHeap
 from flexsp.exceptions import NotAvailable, fail
-from flexsp.planner.model import config_of, known_types, on_meta, operator_of
+from flexsp.planner.model_sizes import config_of, known_types, on_meta, operator_of
 
 __all__ = ["Call", "Step", "of_folder", "of_layer", "of_variant", "roles"]
 
@@ -182,7 +182,7 @@ def _looks(module: nn.Module) -> tuple[Any, ...]:
 
 def _of_transformers(model: Any) -> Iterator[Step]:
     from flexsp.integrations.transformers.check import check_model, seam_of
-    from flexsp.integrations.transformers.model import over_ranks
+    from flexsp.integrations.transformers.parallelized import over_ranks
 
     check_model(model)
     seam = seam_of(model)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexsp.bench.gates import GATES, Normal, log_gates
 
+if TYPE_CHECKING:
+    from flexsp.comm.group import SequenceParallel
+
 __all__ = [
     "GATES", "Case", "Inputs", "Op", "Peer", "Shape", "baseline_available", "floor_ms",
-    "forward_backward", "make_inputs",
+    "forward_backward", "make_inputs", "ours", "theirs",
 ]  # fmt: skip
 
 Inputs = dict[str, torch.Tensor]
@@ -150,3 +154,26 @@ def baseline_available() -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def ours(name: str, **constants: Any) -> Op:
+    """An op of `flexsp.ops`: all inputs but do have the argument's names."""
+
+    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
+        op = getattr(importlib.import_module("flexsp.ops"), name)
+        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants, sp=sp)[0]
+        return o
+
+    return run
+
+
+def theirs(module: str, name: str, **constants: Any) -> Op:
+    """The same of another library, which is imported by the first call."""
+
+    def run(x: Inputs) -> torch.Tensor:
+        op = getattr(importlib.import_module(module), name)
+        found = op(**{key: y for key, y in x.items() if key != "do"}, **constants)
+        o: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return o
+
+    return run

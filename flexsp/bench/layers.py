@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from flexsp.bench.case import Case, Inputs, Op, Peer, Shape
+from flexsp.bench.case import Case, Inputs, Op, Peer, Shape, ours, theirs
 from flexsp.bench.cases import CASES
 from flexsp.bench.gates import BOUND, TRAINED, Decays, Normal, decays, log_gates
 from flexsp.bench.in_pytorch import program
@@ -21,7 +21,7 @@ from flexsp.bench.naive import mamba, mamba3, mlstm, rg_lru
 from flexsp.bench.own_inputs import xl_chunk
 
 if TYPE_CHECKING:
-    from flexsp.comm.group import SequenceParallel
+    pass
 
 __all__ = ["KINDS", "Layer", "Way", "case_of", "ways"]
 
@@ -71,31 +71,8 @@ class Way:
     naive: Op | None = None
 
 
-def _ours(name: str, **constants: Any) -> Op:
-    """All inputs but do have the argument's names."""
-
-    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
-        op = getattr(importlib.import_module("flexsp.ops"), name)
-        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants, sp=sp)[0]
-        return o
-
-    return run
-
-
-def _theirs(module: str, name: str, **constants: Any) -> Op:
-    """The same of another library, which is imported by the first call."""
-
-    def run(x: Inputs) -> torch.Tensor:
-        op = getattr(importlib.import_module(module), name)
-        found = op(**{key: y for key, y in x.items() if key != "do"}, **constants)
-        o: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return o
-
-    return run
-
-
 def _fla(op: str, **constants: Any) -> dict[str, Peer]:
-    return {"fla": Peer("fla", _theirs(f"fla.ops.{op}", f"chunk_{op}", **constants))}
+    return {"fla": Peer("fla", theirs(f"fla.ops.{op}", f"chunk_{op}", **constants))}
 
 
 @functools.cache
@@ -191,7 +168,7 @@ def _hgrn2(of: Layer, shape: Shape, dtype: torch.dtype, normal: Normal, kind: st
 def _fla_hgrn2(x: Inputs) -> torch.Tensor:
     """Keys are what gates forget, as in flash-linear-attention's layer."""
     k = (1 - x["g"].exp()).to(x["v"].dtype)
-    return _theirs("fla.ops.gla", "chunk_gla")({**_without(x), "k": k})
+    return theirs("fla.ops.gla", "chunk_gla")({**_without(x), "k": k})
 
 
 def _rwkv6(of: Layer, shape: Shape, dtype: torch.dtype, normal: Normal, kind: str) -> Inputs:
@@ -272,9 +249,9 @@ def _two_strengths_naive(x: Inputs) -> torch.Tensor:
 def _given_gates(kind: str, most: float = 1.0) -> Way:
     """As layers of transformers call the gated delta rule."""
     how = {"use_qk_l2norm_in_kernel": True}
-    flashqla = Peer("flash_qla", _theirs("flash_qla", "chunk_gated_delta_rule", **how))
+    flashqla = Peer("flash_qla", theirs("flash_qla", "chunk_gated_delta_rule", **how))
     return Way(
-        partial(_gated_delta, kind=kind, most=most), _ours("chunk_gated_delta_rule", **how),
+        partial(_gated_delta, kind=kind, most=most), ours("chunk_gated_delta_rule", **how),
         {**_fla("gated_delta_rule", **how), "flashqla": flashqla, **_cudnn("gated_delta_net", **how)},
         partial(_delta_naive, name="gated_deltanet"),
     )  # fmt: skip
@@ -308,36 +285,36 @@ def _ways(kind: str) -> dict[str, Way]:
         "gated_delta_rule": _given_gates(kind),
         "gated_delta_rule_to_2": _given_gates(kind, 2.0),
         "gdn2": Way(
-            partial(_two_strengths, kind=kind), _ours("chunk_gdn2", **_NORM), _fla("gdn2", **_NORM),
+            partial(_two_strengths, kind=kind), ours("chunk_gdn2", **_NORM), _fla("gdn2", **_NORM),
             _two_strengths_naive,
         ),
         "gla": Way(
-            partial(_gla, kind=kind), _ours("chunk_gla"), _fla("gla"), lambda x: program("gla", _without(x)),
+            partial(_gla, kind=kind), ours("chunk_gla"), _fla("gla"), lambda x: program("gla", _without(x)),
         ),
         "hgrn2": Way(
-            partial(_hgrn2, kind=kind), _ours("chunk_hgrn2"), {"fla": Peer("fla", _fla_hgrn2)},
+            partial(_hgrn2, kind=kind), ours("chunk_hgrn2"), {"fla": Peer("fla", _fla_hgrn2)},
             lambda x: program("hgrn2", _without(x)),
         ),
         "rwkv6": Way(
-            partial(_rwkv6, kind=kind), _ours("chunk_rwkv6", scale=1.0), _fla("rwkv6", scale=1.0),
+            partial(_rwkv6, kind=kind), ours("chunk_rwkv6", scale=1.0), _fla("rwkv6", scale=1.0),
             lambda x: program("rwkv6", _renamed(x, r="q", w="g"), 1.0),
         ),
     }  # fmt: skip
     how = _IN_KERNEL | (_SAFE if kind == "bounded" else {})
     cudnn = _cudnn("kimi_delta_attention", **_CUDNN, gate_lower_bound=BOUND) if kind == "bounded" else {}
     found["kda"] = Way(
-        partial(_raw_delta, kind=kind, wide=True), _ours("chunk_kda", **how), {**_fla("kda", **how), **cudnn},
+        partial(_raw_delta, kind=kind, wide=True), ours("chunk_kda", **how), {**_fla("kda", **how), **cudnn},
         partial(_delta_naive, name="vector_gated_delta", raw=True, bounded=kind == "bounded"),
     )  # fmt: skip
     if kind == "bounded":
         return found
-    scan = _theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", chunk_size=256, dt_softplus=True)
+    scan = theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", chunk_size=256, dt_softplus=True)
     found["mamba2"] = Way(
-        partial(_mamba2, kind=kind), _ours("mamba2_ssd", dt_softplus=True),
+        partial(_mamba2, kind=kind), ours("mamba2_ssd", dt_softplus=True),
         {"mamba_ssm": Peer("mamba_ssm", scan), **_cudnn("mamba2", dt_softplus=True)}, _mamba2_naive,
     )  # fmt: skip
     found["gated_deltanet"] = Way(  # as flash-linear-attention's layer calls it
-        partial(_raw_delta, kind=kind, wide=False), _ours("chunk_gated_delta_rule", **_IN_KERNEL),
+        partial(_raw_delta, kind=kind, wide=False), ours("chunk_gated_delta_rule", **_IN_KERNEL),
         {**_fla("gated_delta_rule", **_IN_KERNEL), **_cudnn("gated_delta_net", **_CUDNN)},
         partial(_delta_naive, name="gated_deltanet", raw=True),
     )  # fmt: skip
@@ -346,16 +323,16 @@ def _ways(kind: str) -> dict[str, Way]:
 
 _NORM = {"use_qk_l2norm_in_kernel": True}
 _OWN = {
-    "retention": Way(_attention, _ours("chunk_retention"), _fla("retention"), _with_decay(_retention_decay)),
+    "retention": Way(_attention, ours("chunk_retention"), _fla("retention"), _with_decay(_retention_decay)),
     "lightning": Way(
-        _attention, _ours("chunk_lightning_attn", **_LAYER), _fla("lightning_attn", **_LAYER),
+        _attention, ours("chunk_lightning_attn", **_LAYER), _fla("lightning_attn", **_LAYER),
         _with_decay(_lightning_decay),
     ),
     "delta_rule": Way(
-        _delta, _ours("chunk_delta_rule", **_NORM), _fla("delta_rule", **_NORM),
+        _delta, ours("chunk_delta_rule", **_NORM), _fla("delta_rule", **_NORM),
         partial(_delta_naive, name="deltanet"),
     ),
-    "rg_lru": Way(_rg_lru, _ours("rg_lru", unit_start=True), naive=rg_lru),
+    "rg_lru": Way(_rg_lru, ours("rg_lru", unit_start=True), naive=rg_lru),
     "rwkv7": replace(_of_case("rwkv7"), naive=_rwkv7_naive),
     "mlstm": replace(
         _of_case("mlstm"), peers={"mlstm_kernels": xl_chunk(64), "mlstm_kernels (chunks of 128)": xl_chunk(128)},

@@ -1,5 +1,5 @@
 """`flexsp bench model`: training steps of a whole hybrid model of transformers, one sequence cut over all ranks, or
-with `--sp` several sequences, each cut over so many.
+with `--sp N` several sequences, each cut over N ranks.
 
 Random weights, bfloat16 under FSDP2 with float32 parameters and AdamW, layers computed again in backward. On one rank
 the unmodified model may be timed beside it.

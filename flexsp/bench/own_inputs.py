@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from flexsp.bench.case import Case, Inputs, Op, Peer, Shape
+from flexsp.bench.case import Case, Inputs, Peer, Shape, ours, theirs
 from flexsp.bench.gates import Normal, log_uniform
 
 if TYPE_CHECKING:
@@ -26,27 +26,6 @@ _DT = (0.001, 0.1)  # steps at initialisation
 _LOWEST = -0.6065306597126334  # log gate of RWKV-7
 RWKV7 = {"safe_gate": True, "lower_bound": _LOWEST, "chunk_size": 64}
 """What flash-linear-attention's layer passes to its op."""
-
-
-def _ours(name: str, **constants: Any) -> Op:
-    """All inputs but do have the argument's names."""
-
-    def run(x: Inputs, sp: SequenceParallel | bool = False) -> torch.Tensor:
-        op = getattr(importlib.import_module("flexsp.ops"), name)
-        o: torch.Tensor = op(**{key: y for key, y in x.items() if key != "do"}, **constants, sp=sp)[0]
-        return o
-
-    return run
-
-
-def _theirs(module: str, name: str, **constants: Any) -> Op:
-    def run(x: Inputs) -> torch.Tensor:
-        op = getattr(importlib.import_module(module), name)
-        found = op(**{key: y for key, y in x.items() if key != "do"}, **constants)
-        o: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        return o
-
-    return run
 
 
 def _hgrn(shape: Shape, dtype: torch.dtype, normal: Normal) -> Inputs:
@@ -144,23 +123,23 @@ def _mamba_ssm_mamba3(x: Inputs) -> torch.Tensor:
 
 def xl_chunk(chunk_size: int = 128) -> Peer:
     """mlstm_kernels' op for training. Its layers have chunks of 64, and the op by itself of 128."""
-    op = _theirs(
+    op = theirs(
         "mlstm_kernels.torch.chunkwise.triton_xl_chunk", "mlstm_chunkwise__xl_chunk",
         autocast_kernel_dtype=torch.bfloat16, chunk_size=chunk_size, eps=1e-6,
     )  # fmt: skip
     return Peer("mlstm_kernels", op, _heads_first, _tokens_first)
 
 
-_SELECTIVE = _theirs("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", delta_softplus=True)
+_SELECTIVE = theirs("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", delta_softplus=True)
 OWN = (
-    Case("hgrn", _ours("chunk_hgrn"), _theirs("fla.ops.hgrn", "chunk_hgrn"), draw=_hgrn),
+    Case("hgrn", ours("chunk_hgrn"), theirs("fla.ops.hgrn", "chunk_hgrn"), draw=_hgrn),
     Case(
-        "mlstm", _ours("chunk_mlstm", head_first=False, eps=1e-6), None, draw=_mlstm,
+        "mlstm", ours("chunk_mlstm", head_first=False, eps=1e-6), None, draw=_mlstm,
         others={"mlstm_kernels": xl_chunk()},
     ),
-    Case("rwkv7", _ours("chunk_rwkv7"), _theirs("fla.ops.rwkv7", "chunk_rwkv7", **RWKV7), draw=_rwkv7),
+    Case("rwkv7", ours("chunk_rwkv7"), theirs("fla.ops.rwkv7", "chunk_rwkv7", **RWKV7), draw=_rwkv7),
     Case(
-        "mamba", _ours("selective_scan", delta_softplus=True), None, draw=_mamba,
+        "mamba", ours("selective_scan", delta_softplus=True), None, draw=_mamba,
         others={"mamba_ssm": Peer("mamba_ssm", _SELECTIVE, _channels_first, _tokens_last)},
     ),
     Case(

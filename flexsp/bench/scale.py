@@ -316,7 +316,7 @@ def _close(sps: dict[str, SequenceParallel]) -> None:
 
 
 def under_torchrun(world_sizes: list[int], argv: list[str]) -> int:
-    """The same command on so many local ranks, one world size after another; the first status that is not zero."""
+    """The same command on each number of local ranks, one after another; the first status that is not zero."""
     gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
     most = gpus or _RANKS_A_CORE * cores
     wrong = [ranks for ranks in world_sizes if not 1 <= ranks <= most]

@@ -229,14 +229,17 @@ def released(paths: Sequence[Path]) -> str:
     if not results:
         return _UNMEASURED
     lines = [[_device(result), *line] for result in results.values() for line in released_lines(result)]
-    differ = dict.fromkeys(text for result in results.values() for text in result.get("differ", []))
-    notes = "".join(f"- {text}\n" for text in differ)
+    differ: dict[str, dict[str, None]] = {}  # by library and layer
+    for text in (text for result in results.values() for text in result.get("differ", [])):
+        of, _, what = text.rpartition(": ")
+        differ.setdefault(of, {})[what] = None
+    notes = "".join(f"- {of}: {'; '.join(what)}\n" for of, what in differ.items())
     return f"{grid(['GPU', *RELEASED_HEADER], lines)}\n\n{notes}\n{short_sources(results)}".replace("\n\n\n", "\n\n")
 
 
 def ratios(paths: Sequence[Path]) -> str:
     """Layers of released models, one sequence of 32,768 tokens: milliseconds and the ratio to the fastest library, of
-    each GPU."""
+    each GPU. Layers that no library was measured beside are left out."""
     results = _load(paths)
     if not results:
         return _UNMEASURED
@@ -251,6 +254,9 @@ def ratios(paths: Sequence[Path]) -> str:
             about.setdefault(case, [case, first["sizes"], first["gates"]])
             of = f"{share} of {' and '.join(map(library, names))}" if share else ""
             found.setdefault(case, {})[_device(result)] = [ms, of]
-    lines = [[*about[case], *(x for device in devices for x in by.get(device, ["", ""]))] for case, by in found.items()]
+    lines = [
+        [*about[case], *(x for device in devices for x in by.get(device, ["", ""]))]
+        for case, by in found.items() if any(ratio for _, ratio in by.values())
+    ]  # fmt: skip
     columns = [x for device in devices for x in (f"flexsp ms, {device}", "ratio to the fastest library")]
     return f"{grid(['layer', 'heads x K/V', 'gates', *columns], lines)}\n\n{short_sources(results)}"

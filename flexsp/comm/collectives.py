@@ -124,7 +124,7 @@ def _run_rows(
 
 
 def _all_to_all(sp: Ranks, rows: torch.Tensor, to: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-    """Sends so many rows to each rank, and receives so many of each."""
+    """Sends to each rank the number of rows that is given for it, and receives likewise."""
     row = rows.shape[1:].numel() * rows.element_size()
     sizes = [n * row for n in received], [n * row for n in sent]
     with peer_errors(sp, None, "all_to_all"):

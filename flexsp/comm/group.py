@@ -93,7 +93,7 @@ class SequenceParallel(Ranks):
 
         Args:
             T_local: this rank's length.
-            rows: the lengths asked for count so many rows for each token of `set_lengths`.
+            rows: the lengths asked for count this number of rows for each token of `set_lengths`.
         """
         return process_group.lengths_for(self, T_local, rows)
 

@@ -10,6 +10,7 @@ from flexsp.exceptions import NotAvailable
 
 __all__ = ["SymmetricHeap"]
 
+
 class SymmetricHeap:
     """One arena of ``nbytes`` bytes on every rank of a group.
 

@@ -58,7 +58,7 @@ class Ranks:
     Attributes beside those of `SequenceParallel`:
         id: key of this object in this process; compiled graphs and autograd nodes keep it instead of the object.
         heap: symmetric memory of the transports that send in a kernel; calls that need more replace it by a larger one.
-        open_heap: makes that one of so many bytes, on all ranks together; None where the heap keeps its size.
+        open_heap: makes the heap, of a number of bytes, on all ranks together; None where the heap keeps its size.
         outgrown: heaps before it and what the scan made of them, for kernels under way and captured graphs.
         order: int64 [1] on ``device``, declared as mutated by every communicating op, so that no compiler drops or
             reorders one.

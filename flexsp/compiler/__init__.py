@@ -11,9 +11,9 @@ from flexsp.compiler.frontend.primitives import (
     unit_lower_inverse,
 )
 from flexsp.compiler.frontend.report import CheckReport
-from flexsp.compiler.frontend.trace import CompileError
 from flexsp.compiler.linear_attention import LinearAttention
 from flexsp.compiler.planning.lowering import Lowering, replaced
+from flexsp.exceptions import CompileError
 
 __all__ = [
     "CheckReport",

@@ -12,9 +12,8 @@ import triton
 
 from flexsp.compiler.backend import intrinsic_kernels
 from flexsp.compiler.backend.generated_kernels import Generated
-from flexsp.compiler.dispatch import executable_of
+from flexsp.compiler.dispatch import executable_of, refusal
 from flexsp.compiler.frontend.meta import InputMeta
-from flexsp.compiler.planning.tiling import refusal
 from flexsp.devices import of_arch, of_device, planned_for
 from flexsp.runtime.launch import workers
 from flexsp.runtime.triton_private import current_target, gpu_target

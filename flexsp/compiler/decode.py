@@ -12,8 +12,7 @@ from flexsp.compiler import arguments
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.meta import STATE
 from flexsp.compiler.graphs.values import NotEmittable
-from flexsp.exceptions import NotAvailable, check_dense, fail
-from flexsp.kernels.engine import asks_for_kernels
+from flexsp.exceptions import NotAvailable, asks_for_kernels, check_dense, fail
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import in_memory
 
@@ -104,7 +103,7 @@ def _by_kernel(
     made: Any, tokens: Tensors, params: Tensors, names: dict[str, int], prev_s: torch.Tensor
 ) -> torch.Tensor | None:
     """None where the functions have to run in PyTorch, since no kernel can run the call."""
-    from flexsp.compiler.planning.tiling import old_assembler
+    from flexsp.runtime.launch import old_assembler
 
     code = made._derived()
     reason = code if isinstance(code, str) else old_assembler(prev_s.is_cuda)

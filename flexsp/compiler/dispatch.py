@@ -1,4 +1,4 @@
-"""Stage 6: the executable of a call, from the first lowering that takes it.
+"""Stage 6: the executable of a call, from the first lowering that takes it, or why none does.
 
 Each length T has an executable of its own, but shares compiled kernels: no kernel is specialised on T.
 """
@@ -6,6 +6,7 @@ Each length T has an executable of its own, but shares compiled kernels: no kern
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,14 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.backend.generated_kernels import Generated
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.generated_plan import GeneratedPlan, Tiling
+from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.compiler.planning.tiling import choose_tiling, not_generated
 from flexsp.devices import of_device
 from flexsp.kernels.executable import CallSpec, Executable
 from flexsp.log import tell
+from flexsp.runtime.launch import old_assembler
 
-__all__ = ["executable_of"]
+__all__ = ["executable_of", "refusal"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -74,6 +77,24 @@ def executable_of(
         f"of {plan.chunk} in {plan.n_seg} segments, walks of {walk.cols} columns in {walk.warps} warps",
     )
     return Executable(call, spec, sp, remake)
+
+
+def refusal(
+    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool
+) -> str | None:  # fmt: skip
+    """Why neither generated kernels nor a lowering run a call with these inputs, or None.
+
+    `sizes` are the inputs' sizes by name.
+    """
+    if (old := old_assembler(on_gpu)) is not None:
+        return old
+    try:
+        # Asked first: what is generated is derived when it is first read, which takes seconds.
+        if any(x.serves(code, inputs) for x in code.program.lowerings):
+            return None
+    except NotEmittable as error:  # a lowering that reads it
+        return str(error)
+    return not_generated(code, sizes, inputs[next(iter(code.program.meta.tokens))][0])
 
 
 def _of_call(code: Generated, spec: CallSpec, n_docs: int, sp: SequenceParallel | None) -> str:

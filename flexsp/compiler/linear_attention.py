@@ -20,14 +20,14 @@ from flexsp.compiler.decode import decode
 from flexsp.compiler.frontend import functions
 from flexsp.compiler.frontend.check import check, functions_of
 from flexsp.compiler.frontend.meta import STATE, ConstExpr, InputMeta, Size
-from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.lowering import Lowering, TensorSpec, in_order
-from flexsp.kernels.engine import asks_for_kernels
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import in_memory, plain, run
 from flexsp.log import tell
+from flexsp.runtime.clean_thread import one_at_a_time
 from flexsp.runtime.kept import keep
 
 if TYPE_CHECKING:
@@ -466,7 +466,7 @@ class LinearAttention:
         code = self._generated
         if isinstance(code, str):
             return code
-        from flexsp.compiler.planning.tiling import refusal
+        from flexsp.compiler.dispatch import refusal
 
         return refusal(code, names, looks, on_gpu)
 

@@ -18,7 +18,7 @@ import torch
 from flexsp.comm.derivatives import IN_PYTORCH, untransformed
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.transport import in_kernel
-from flexsp.exceptions import kernels_on_cpu
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels import operators
 from flexsp.kernels.between import Between
 from flexsp.kernels.launch_plan import LaunchPlan
@@ -33,12 +33,6 @@ __all__ = ["Engine", "asks_for_kernels", "last_in_backward_chain", "neighbours",
 Optional = torch.Tensor | None
 _E = TypeVar("_E", bound="Engine")
 _CALLS = 256  # signatures that are kept, of each engine, and forms
-
-
-def asks_for_kernels(on_gpu: bool, dtype: torch.dtype) -> bool:
-    """Whether kernels run tensors of such a kind: on GPUs, and on CPU where FLEXSP_BACKEND asks for the interpreter.
-    They have no float64."""
-    return dtype != torch.float64 and (on_gpu or kernels_on_cpu())
 
 
 class Engine(ABC):

@@ -306,7 +306,7 @@ _backwards: dict[int, tuple[Any, Any]] = {}  # by the number of tensors: what mu
 
 
 def serve(tensors: int) -> None:
-    """Defines the operator for backward passes of calls with so many tensors."""
+    """Defines the operator for backward passes of calls with this number of tensors."""
     with _defining:
         if tensors not in _backwards:
             inputs = f"{_INPUTS}, {_KEPT}, SymInt n_docs, {_ASKED}, bool[] wanted, bool want_dinitial"

@@ -188,7 +188,7 @@ def _machine() -> str:
 
 
 def _hosts(machines: list[str], per_host: int | None) -> tuple[int, ...]:
-    """How many ranks stand on each host, where these are the hosts of the ranks or each has so many."""
+    """How many ranks stand on each host: `per_host`, or as many as have the same name in `machines`."""
     if per_host is not None:
         return tuple(min(per_host, len(machines) - start) for start in range(0, len(machines), per_host))
     return tuple(len(list(ranks)) for _, ranks in itertools.groupby(machines))

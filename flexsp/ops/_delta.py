@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel
-from flexsp.exceptions import check_number
+from flexsp.exceptions import asks_for_kernels, check_number
 from flexsp.kernels import keys_in_pytorch, raw_gates_in_pytorch
 from flexsp.kernels.columns import ColumnBlocks
 from flexsp.kernels.delta.tiling import engine_runs
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.ops._programs import (

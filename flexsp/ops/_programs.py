@@ -13,9 +13,9 @@ import torch
 from flexsp.comm.group import SequenceParallel
 from flexsp.comm.tracing import constant_in_graphs
 from flexsp.compiler import LinearAttention, torch_compile
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels import gates
-from flexsp.kernels.engine import asks_for_kernels
-from flexsp.kernels.vector.op import Gates, vector_state
+from flexsp.kernels.vector.vector_state import Gates, vector_state
 from flexsp.kernels.views import contiguous, turned
 from flexsp.ops import _validate as check
 from flexsp.runtime.clean_thread import run_in_clean_thread

@@ -10,7 +10,7 @@ import torch
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, keeping_bits, resolve_sp
-from flexsp.kernels.engine import asks_for_kernels
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.operators import plain
 from flexsp.ops import _validate as check
 from flexsp.scan.in_order import Arguments, run_in_order

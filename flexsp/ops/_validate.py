@@ -19,8 +19,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, resolve_sp
-from flexsp.exceptions import check_dense, check_flag, check_integer, check_number, checks_wanted, fail
-from flexsp.kernels.engine import asks_for_kernels
+from flexsp.exceptions import (
+    asks_for_kernels,
+    check_dense,
+    check_flag,
+    check_integer,
+    check_number,
+    checks_wanted,
+    fail,
+)
 from flexsp.log import tell
 
 __all__ = [

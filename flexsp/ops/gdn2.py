@@ -6,7 +6,7 @@ import torch
 
 from flexsp.comm.derivatives import transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.kernels.engine import asks_for_kernels
+from flexsp.exceptions import asks_for_kernels
 from flexsp.ops import _delta
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.documents import seq_idx_to_cu_seqlens
 from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.diagonal.op import diagonal, ssd
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.views import contiguous, turned
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.diagonal.op import diagonal
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.gates import clamped
 from flexsp.kernels.operators import plain
 from flexsp.kernels.rotary import rotate
@@ -365,7 +365,7 @@ def _has_kernels(sizes: _Sizes, given: _Inputs) -> bool:
 @step
 def _by_kernels(sizes: _Sizes, given: _Inputs, options: _Options) -> _Outputs:
     """As `_in_pytorch`."""
-    from flexsp.kernels.mamba3 import op as kernels
+    from flexsp.kernels.mamba3 import autograd_functions as kernels
 
     x, initial, cu_seqlens = given.x, options.initial, options.cu_seqlens
     at = cu_seqlens, options.sp

@@ -8,9 +8,8 @@ import torch
 
 from flexsp.comm.derivatives import share_backward, transformed
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.exceptions import check_number
+from flexsp.exceptions import asks_for_kernels, check_number
 from flexsp.kernels.diagonal.op import diagonal_pair
-from flexsp.kernels.engine import asks_for_kernels
 from flexsp.kernels.mlstm import in_pytorch
 from flexsp.kernels.operators import plain
 from flexsp.kernels.views import unsqueeze

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from flexsp.comm.group import SequenceParallel, ranks_call
-from flexsp.exceptions import check_number
-from flexsp.kernels.engine import asks_for_kernels
-from flexsp.kernels.vector.op import Gates
+from flexsp.exceptions import asks_for_kernels, check_number
+from flexsp.kernels.vector.vector_state import Gates
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype

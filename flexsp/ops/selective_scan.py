@@ -10,7 +10,7 @@ import torch
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel, ranks_call
 from flexsp.kernels.selective import in_pytorch
-from flexsp.kernels.selective.op import selective
+from flexsp.kernels.selective.selective_scan import selective
 from flexsp.ops import _programs as programs
 from flexsp.ops import _validate as check
 from flexsp.ops._peers import one_dtype

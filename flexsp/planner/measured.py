@@ -132,7 +132,7 @@ def work(tokens: int, heads: int, key_size: int, value_size: int) -> float:
 
 
 def op_times(case: str, amount: float) -> tuple[float, float]:
-    """Milliseconds (forward, both passes) of an operator for the `work` of so many tokens.
+    """Milliseconds (forward, both passes) of an operator for the `work` of a number of tokens.
 
     Between two measured lengths on the straight line between them; beyond the longest in proportion to it; below the
     shortest as long as that.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flexsp.integrations.transformers.loss import _LOGITS
 from flexsp.nn.attention.over_ranks import _repeats, choose_exchange
 from flexsp.planner.measured import op_bytes
-from flexsp.planner.model import Layer, ModelSizes, SoftmaxMixer
+from flexsp.planner.model_sizes import Layer, ModelSizes, SoftmaxMixer
 from flexsp.planner.setup import DTYPES, Kind, Part, Setup, Split
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 from flexsp.exceptions import NotAvailable
 from flexsp.planner.measured import MEMORY_GIB, SOURCES, TIMES, initialised_ratio
 from flexsp.planner.memory import USABLE, available
-from flexsp.planner.model import ModelSizes, read_model
+from flexsp.planner.model_sizes import ModelSizes, read_model
 from flexsp.planner.setup import Kind, Part, Setup, parse_tokens
 from flexsp.planner.splits import Plan, advice, plan
 from flexsp.planner.step_time import step_flops

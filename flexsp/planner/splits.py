@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flexsp.planner.memory import available, memory_parts
-from flexsp.planner.model import ModelSizes
+from flexsp.planner.model_sizes import ModelSizes
 from flexsp.planner.setup import Part, Setup, Split
 from flexsp.planner.step_time import exposed, time_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flexsp.devices import H200
 from flexsp.planner.measured import SEGMENTS, fitted, is_measured, op_times, work
 from flexsp.planner.memory import exchange_of, key_heads_of_rank, numbers_of_rank
-from flexsp.planner.model import Layer, LinearMixer, ModelSizes, SoftmaxMixer
+from flexsp.planner.model_sizes import Layer, LinearMixer, ModelSizes, SoftmaxMixer
 from flexsp.planner.setup import DTYPES, Kind, Part, Setup, Split
 from flexsp.scan.cost import NETWORK_LATENCY_US
 

@@ -42,7 +42,7 @@ from flexsp.runtime.workarounds import unwritten_registers, vector_flags
 
 __all__ = [
     "KernelLaunch", "Request", "begin", "build", "collecting", "current_target", "dependent", "key_of", "launch",
-    "newer_assembler", "only_old_assemblers", "outcome", "specialisation", "workers",
+    "newer_assembler", "old_assembler", "only_old_assemblers", "outcome", "specialisation", "workers",
 ]  # fmt: skip
 
 _OLDEST = (12, 9)
@@ -97,6 +97,13 @@ def newer_assembler() -> Any:
 def only_old_assemblers() -> bool:
     """Whether kernels for Hopper would be assembled by a ptxas before 12.9."""
     return newer_assembler() is None and _version(private.assembler_for(90)) < _OLDEST
+
+
+def old_assembler(on_gpu: bool) -> str | None:
+    """Why kernels that are compiled here are not to be trusted, or None."""
+    if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
+        return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
+    return None
 
 
 @functools.lru_cache(maxsize=1)

@@ -64,7 +64,7 @@ def by_segments(
         fn: gives tensors, in tuples and so on, whose rows are along axis 1 too. Tensors that do not depend on tokens
             may be among them.
         shared: tensors of any axes that are the same for all segments, and None.
-        reach: the tensors of tokens begin with so many rows of the tokens before, as each segment's do then.
+        reach: the number of rows of earlier tokens that the tensors of tokens, and those of each segment, begin with.
         of_segments: of a `Segment`, further arguments of ``fn`` behind ``shared``, which have no gradients. For callers
             that know that segments are wanted.
     """

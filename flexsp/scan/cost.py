@@ -229,7 +229,7 @@ _HIERARCHICAL = Cost("hierarchical", launch=23.0, latency=42.0, byte=1 / 189e3, 
 
 
 def quicker(hosts: Sequence[int], in_kernel: bool) -> str:
-    """The schedule for states of 2 MiB over hosts with so many ranks each: "chain" on one, else it or "hierarchical".
+    """The schedule for states of 2 MiB over hosts of these sizes: "chain" on one, else it or "hierarchical".
 
     Args:
         in_kernel: whether the chain's states travel inside a kernel, not by torch.distributed.

@@ -37,7 +37,7 @@ PIECE_BYTES = 1 << 19  # of a piece of a share at least: a network card sends th
 
 
 def pieces_of(nbytes: float) -> int:
-    """How many pieces a share of so many bytes is cut into."""
+    """How many pieces a share of `nbytes` bytes is cut into."""
     return max(1, min(MOST_PIECES, int(nbytes // PIECE_BYTES)))
 
 

@@ -161,7 +161,7 @@ def begin_segments(
     """(anchor, tokens of each segment, parameters for each, initial states for each: of one sequence for the first).
 
     Args:
-        reach: so many rows before its own each segment is given too. Tokens then have as many before the first one.
+        reach: the number of rows before its own that each segment is given too. Tokens have as many before the first.
     """
     n, initial = len(segments), states or []
     plan = _Plan(relay, segments, axis, len(tokens), len(shared), n if packed else 1, reach)
@@ -181,7 +181,7 @@ def begin_segments(
 
 
 class _Plan(NamedTuple):
-    """How `_BeginFunction` spreads its tensors: so many tokens, so many parameters, then states, `starts` times.
+    """How `_BeginFunction` spreads its tensors: tokens, then parameters, by their numbers, then states, `starts` times.
 
     `reach` is that of `begin_segments`.
     """

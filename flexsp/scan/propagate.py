@@ -258,7 +258,7 @@ class _Channel:
 
 
 def _channel(sp: SequenceParallel, tiles: int = 0) -> _Channel:
-    """The one that calls use now, which holds so many tiles."""
+    """The one that calls use now, with room for this number of tiles."""
     channel = sp.channels.get("propagate")
     if channel is None:
         channel = sp.channels["propagate"] = _open_channel(sp)
@@ -268,7 +268,7 @@ def _channel(sp: SequenceParallel, tiles: int = 0) -> _Channel:
 
 
 def _larger(sp: SequenceParallel, channel: _Channel, tiles: int) -> _Channel:
-    """A channel of another heap, for so many tiles. All ranks come here in the same call, whose states look alike.
+    """A channel of another heap, with room for `tiles`. All ranks come here in the same call, whose states look alike.
 
     The heap and the channel before stay: kernels that are under way and captured graphs go on with them, on all ranks.
     Each heap is at least twice as large as the one before, so that together they are less than twice the last one.

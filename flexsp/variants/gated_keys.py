@@ -9,6 +9,7 @@ import torch
 
 from flexsp.comm.group import SequenceParallel
 from flexsp.compiler import Lowering, replaced
+from flexsp.compiler.planning.lowering import other_inputs
 from flexsp.kernels.launch_plan import Buffer, LaunchPlan, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec
 
@@ -58,7 +59,7 @@ class _GatedKeys(Lowering):
         from flexsp.compiler.planning.tiling import choose_tiling
         from flexsp.devices import of_device
 
-        if code.chunk is not None or _unlike(code) is not None:
+        if code.chunk is not None or other_inputs(code, _INPUTS) is not None:
             return None
         (T, H, K), V = given.shapes["q"][-3:], given.shapes["v"][-1]
         sizes, chained = {code.layout.rows: K, code.layout.cols: V}, sp is not None and sp.world_size > 1
@@ -73,7 +74,7 @@ class _GatedKeys(Lowering):
     def refuses(self, plan: GeneratedPlan) -> str | None:
         if plan.chunk > _LARGEST:
             return f"its chunks have up to {_LARGEST} tokens"
-        return _unlike(plan.code)
+        return other_inputs(plan.code, _INPUTS)
 
     def buffers(self, plan: GeneratedPlan) -> list[Buffer]:
         return [Buffer(_SMALL, Role.SAVED, torch.int32, (plan.B * plan.H, plan.n_chunks))]
@@ -146,14 +147,6 @@ def _gradients(plan: GeneratedPlan, given: LaunchSpec, kernel: Any, small: bool)
     sizes = {"V": plan.sizes[layout.cols], "BV": columns, "PARTS": parts}
     launch = _launch(plan, given, kernel, how, parts)
     return replace(launch, constants={**launch.constants, **sizes, "LEVELS": given.constants["LEVELS"]})
-
-
-def _unlike(code: Generated) -> str | None:
-    """What is not as in `flexsp.variants.gla` where the same three functions were given other inputs, or None."""
-    meta = code.program.meta
-    if set(meta.tokens) != set(_INPUTS) or meta.params or any(len(x.shape) != 3 for x in meta.tokens.values()):
-        return f"its inputs are {', '.join(_INPUTS)}, of three dimensions each"
-    return None if "scale" in meta.numbers else "its scale is a number"
 
 
 GATED_KEYS = _GatedKeys()

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flexsp.compiler import Lowering, replaced
+from flexsp.compiler.planning.lowering import other_inputs
 from flexsp.kernels.launch_plan import Buffer, Role, gradient_of
 from flexsp.kernels.launch_spec import Launch, LaunchSpec
 
 if TYPE_CHECKING:
-    from flexsp.compiler.backend.generated_kernels import Generated
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
 
 __all__ = ["GATED_TRANSITION"]
@@ -57,7 +57,7 @@ class _GatedTransition(Lowering):
             return "its products are of bfloat16"
         if plan.chunk > _LARGEST:
             return f"its chunks have up to {_LARGEST} tokens"
-        return _unlike(plan.code)
+        return other_inputs(plan.code, _INPUTS)
 
     def buffers(self, plan: GeneratedPlan) -> list[Buffer]:
         shape = (plan.B * plan.H, plan.n_chunks, plan.chunk, plan.sizes[plan.code.layout.cols])
@@ -133,14 +133,6 @@ def _launch(
         (*strided, plan.T, plan.H, *(n for name, n in numbers.items() if name in names)),
         {name: x for name, x in constants.items() if name in names}, launch.options, kernel=kernel,
     )  # fmt: skip
-
-
-def _unlike(code: Generated) -> str | None:
-    """What is not as in `flexsp.variants.rwkv7` where the same three functions were given other inputs, or None."""
-    meta = code.program.meta
-    if set(meta.tokens) != set(_INPUTS) or meta.params or any(len(x.shape) != 3 for x in meta.tokens.values()):
-        return f"its inputs are {', '.join(_INPUTS)}, of three dimensions each"
-    return None if "scale" in meta.numbers else "its scale is a number"
 
 
 GATED_TRANSITION = _GatedTransition()

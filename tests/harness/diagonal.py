@@ -159,6 +159,7 @@ def check_runs(*runs: Run) -> None:
     (found,) = run_ranks(failures, 1, seeded, env=INTERPRETED)
     assert not found, "\n".join(found)
 
+
 T, H = 150, 2
 
 

@@ -309,6 +309,7 @@ def hgrn_by_pairs(**options: Any) -> LinearAttention:
     meta, by = variants.load("hgrn").make(variants.H, variants.K).program.meta, variants.HGRNByPairs
     return LinearAttention(meta.tokens | {"prev_s": meta.state}, by.chunk, by.decay, by.merge, **options)
 
+
 LARGER = [
     "k.relu()", "k.clamp(-1, 1)", "k.clamp_min(0.1)", "k.clamp_max(0.1)", "torch.maximum(k, w + 0 * k)",
     "torch.minimum(w + 0 * k, k)", "k - k.amax(-1, keepdim=True)", "k - k.amin(-1, keepdim=True)",

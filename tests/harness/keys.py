@@ -74,6 +74,7 @@ def unlike(
             want[name] = want[name][:, at::n]
     return sorted({*want} ^ {*found}) + [x for x in found if not torch.equal(found[x], want[x])]
 
+
 BOUND = 0.02
 NAMES = ("delta", "gated", "kda", "product")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flexsp.compiler.planning.tiling import refusal
+from flexsp.compiler.dispatch import refusal
 from flexsp.testing.compare import DRAWS, a_rounding_off, check_functions
 from flexsp.testing.ranks import run_ranks
 from tests.generated_programs import DrawnProgram

@@ -66,4 +66,5 @@ def draw(batch: int, T: int, states: int = 0, width: int = 9, N: int = 5, seed: 
     found |= {"delta_bias": normal(width) / 2}
     return found | ({"initial_state": normal(states, width, N)} if states else {})
 
+
 scan, step = partial(call, ops.selective_scan), partial(call, ops.recurrent_selective_scan)

@@ -175,7 +175,7 @@ class Calibrated:
 
 
 def _rows(results: Sequence[Result], ranks: int) -> dict[tuple[Key, str], list[Result]]:
-    """Rows of (key, schedule) on so many ranks, of operators that make one exchange a pass."""
+    """Rows of (key, schedule) on `ranks` ranks, of operators that make one exchange a pass."""
     found: dict[tuple[Key, str], list[Result]] = {}
     for result in results:
         for row in result["rows"]:

@@ -76,7 +76,7 @@ class Posts(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """An all-gather of so many bytes of every rank."""
+    """An all-gather of this number of bytes from every rank."""
 
     nbytes: int
 

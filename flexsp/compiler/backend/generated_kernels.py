@@ -28,7 +28,6 @@ from flexsp.compiler.backend.places import places
 from flexsp.compiler.backend.skeleton import make_kernel
 from flexsp.compiler.backend.walks import WALKS
 from flexsp.compiler.frontend.meta import KERNELS_OWN, ConstExpr
-from flexsp.compiler.frontend.one_at_a_time import in_turn, one_at_a_time
 from flexsp.compiler.frontend.program import Program
 from flexsp.compiler.graphs.differentiate import Step, differentiate, state_names
 from flexsp.compiler.graphs.intrinsics import SUMS
@@ -36,6 +35,7 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.stages import Stage, for_users, make_stages, split_gradients
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.exceptions import NotAvailable
+from flexsp.runtime.clean_thread import in_turn, one_at_a_time
 from flexsp.scan.dense import MOST
 from flexsp.scan.transitions import KINDS
 

@@ -98,20 +98,20 @@ def inverse_kernel(
         )
         row = tl.sum(left * rows, axis=0)
         rows = tl.where(depth == i, rows - row[None, :], rows)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all of x is read before it is written over
     tl.store(x + (m[None, :] + depth) * C + lane[None, :], rows)
     LEVELS: tl.constexpr = 0 if C == 16 else 1 if C == 32 else 2 if C == 64 else 3 if C == 128 else 4
     for level in tl.static_range(LEVELS):
         for pair in tl.static_range(C // (32 << level)):
-            tl.debug_barrier()
+            tl.debug_barrier()  # blocks are read by other threads than those that stored them
             at = pair * (32 << level)
             to = at + (16 << level)
             off = tl.load(_at(x, to, at, C, 16 << level))
             inner = mm(off, _lower(x, at, C, 16 << level), tl.float32, "tf32x3")
             outer = mm(_lower(x, to, C, 16 << level), inner, tl.float32, "tf32x3")
-            tl.debug_barrier()
+            tl.debug_barrier()  # the block is read by all before it is written over
             tl.store(_at(x, to, at, C, 16 << level), -outer)
-    tl.debug_barrier()
+    tl.debug_barrier()  # as above, of the last blocks
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     whole = tl.load(x + i * C + j)

@@ -21,11 +21,11 @@ from flexsp.compiler.frontend import functions, primitives
 from flexsp.compiler.frontend.flows import PARTS, Flows, values_of
 from flexsp.compiler.frontend.max_plus import shifted
 from flexsp.compiler.frontend.meta import CHUNK_STATE, KERNELS_OWN, OURS, STATE, ConstExpr, InputMeta, Size
-from flexsp.compiler.frontend.one_at_a_time import one_at_a_time
 from flexsp.compiler.frontend.program import Functions, Program, call, has_parts
-from flexsp.compiler.frontend.report import CheckReport, Measured
-from flexsp.compiler.frontend.trace import CompileError, Traced, first_line, location, named, trace
-from flexsp.exceptions import check_integer, fail
+from flexsp.compiler.frontend.report import NEUTRAL, CheckReport, Measured
+from flexsp.compiler.frontend.trace import Traced, first_line, location, named, trace
+from flexsp.exceptions import CompileError, check_integer, fail
+from flexsp.runtime.clean_thread import one_at_a_time
 
 __all__ = ["SECOND_MATRIX", "check", "functions_of"]
 
@@ -225,7 +225,12 @@ class _Probe:
         )
         self._rehearse(program)
         self._add_zeros()
-        return CheckReport.of(program, self.measured, self.sizes, self.seed)
+        found, affine = self.measured, kind not in ("max-plus", "sequential")
+        return CheckReport(
+            (self.chunk.name, self.decay.name, self.merge.name), kind, True, found.leak, text is None, found.cuts,
+            affine, found.affine if affine else None, None if found.zeros is None else found.zeros <= NEUTRAL,
+            found.grows, dict(self.sizes), self.seed, program,
+        )  # fmt: skip
 
     def _number(self, shape: list[int], sign: int) -> torch.Tensor:
         if sign == 0:

@@ -19,7 +19,8 @@ from flexsp.comm.group import SequenceParallel
 from flexsp.compiler.frontend.meta import CHUNK_STATE, STATE
 from flexsp.compiler.frontend.program import Program, call, has_parts, widths
 from flexsp.compiler.frontend.running_sums import NARROW
-from flexsp.compiler.frontend.trace import CompileError, Traced, first_line
+from flexsp.compiler.frontend.trace import Traced, first_line
+from flexsp.exceptions import CompileError
 from flexsp.kernels import reference
 from flexsp.kernels.reference import Documents, States
 from flexsp.kernels.table import chunk_table
@@ -304,7 +305,8 @@ def rehearse(program: Program, tokens: Tensors, params: Tensors, initial: torch.
         if program.transition == "max-plus":
             local.find_maxima(initial, None)
         before, _ = local.states(None)(initial)
-        local.through()
+        if program.transition != "sequential":
+            _ = local.factors  # runs the linear part of decay_mode, which ranks need
     with _many("merge_mode", program.merge):
         local.merge(before)
 

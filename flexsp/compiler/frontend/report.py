@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from flexsp.compiler.frontend.program import Program
 from flexsp.scan.transitions import KINDS
 
-__all__ = ["CheckReport", "Measured"]
+__all__ = ["NEUTRAL", "CheckReport", "Measured"]
 
-_NEUTRAL = 1e-8
+NEUTRAL = 1e-8
+"""By how much tokens of zeros may change a state that they leave as it is."""
 
 
 @dataclass
@@ -61,17 +62,6 @@ class CheckReport:
     sizes: Mapping[str, int]
     seed: int
     program: Program = field(repr=False, compare=False)
-
-    @classmethod
-    def of(cls, program: Program, measured: Measured, sizes: Mapping[str, int], seed: int) -> CheckReport:
-        """The report of a program that passed."""
-        affine = program.transition not in ("max-plus", "sequential")
-        neutral = None if measured.zeros is None else measured.zeros <= _NEUTRAL
-        return cls(
-            (program.chunk.name, program.decay.name, program.merge.name), program.transition, True, measured.leak,
-            program.disagrees is None, measured.cuts, affine, measured.affine if affine else None, neutral,
-            measured.grows, dict(sizes), seed, program,
-        )  # fmt: skip
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {n}" for name, n in self.sizes.items())

@@ -33,9 +33,9 @@ from flexsp.compiler.frontend.primitives import (
     to_floating,
     unit_lower_inverse,
 )  # fmt: skip
-from flexsp.exceptions import FlexspError
+from flexsp.exceptions import CompileError
 
-__all__ = ["CompileError", "Traced", "location", "named", "needed_by", "trace", "user_line"]
+__all__ = ["Traced", "location", "named", "needed_by", "trace", "user_line"]
 
 PRIMITIVES = (
     cache_result, decayed_scores, decayed_sums, identity, joined, matmul_out_fp32, part_of, to_floating,
@@ -57,17 +57,6 @@ _NAMES = {
     "sqrt", "square", "squeeze", "stack", "sub", "sum", "t", "tanh", "transpose", "tril", "triu", "truediv", "unbind",
     "unsqueeze", "vector_norm", "view", "where", "zeros_like",
 } | _CASTS  # fmt: skip
-
-
-class CompileError(FlexspError, ValueError):
-    """One of the three functions cannot be compiled; the message names the function, the line and the remedy."""
-
-    def __init__(self, role: str, name: str, text: str) -> None:
-        self.role, self.name, self.text = role, name, text
-        super().__init__(f"{role} {name!r}: {text}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.role, self.name, self.text)
 
 
 @dataclass(frozen=True)

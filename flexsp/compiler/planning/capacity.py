@@ -292,7 +292,7 @@ def _vectors(nodes: Sequence[Any], tiles: _Tiles, stages: int) -> int:
 def _operands(nodes: Sequence[Any], tiles: _Tiles, walks: str, flipped: bool, ahead: int = 1) -> int:
     """Most bytes of operands at a time that are put into shared memory for products.
 
-    `ahead`: chunkwise, the operands of so many products are put there before one has read its own.
+    `ahead`: the number of products whose operands, chunkwise, are put there before one has read its own.
     """
     first: dict[Any, int] = {}
     last: dict[Any, int] = {}

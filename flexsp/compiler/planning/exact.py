@@ -56,7 +56,7 @@ class ExactSegments(LaunchPlan):
         """Which segments are done again."""
         if not self.rounds:
             return []
-        from flexsp.kernels.delta.exact_plan import choose
+        from flexsp.kernels.delta.base_plan import choose
 
         return [choose(self)]
 

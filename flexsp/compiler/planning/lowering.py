@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexsp.compiler.planning.generated_plan import GeneratedPlan
     from flexsp.kernels.executable import CallSpec
 
-__all__ = ["TensorSpec", "Lowering", "in_order", "replaced"]
+__all__ = ["TensorSpec", "Lowering", "in_order", "other_inputs", "replaced"]
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of an input, without the batch axis."""
@@ -104,6 +104,15 @@ def replaced(launches: Sequence[LaunchSpec], phases: Mapping[str, Sequence[Launc
     if missing:
         fail("phases", f"kinds among {', '.join(dict.fromkeys(x.kind for x in launches))}", ", ".join(missing))
     return [y for x in launches for y in phases.get(x.kind, (x,))]
+
+
+def other_inputs(code: Generated, names: Sequence[str]) -> str | None:
+    """Why a program that has a variant's three functions may not have its kernels, or None: these take inputs of three
+    dimensions with these names, and a number "scale"."""
+    meta = code.program.meta
+    if set(meta.tokens) != set(names) or meta.params or any(len(x.shape) != 3 for x in meta.tokens.values()):
+        return f"its inputs are {', '.join(names)}, of three dimensions each"
+    return None if "scale" in meta.numbers else "its scale is a number"
 
 
 def in_order(lowerings: Sequence[Lowering]) -> tuple[Lowering, ...]:

@@ -21,16 +21,14 @@ from flexsp.compiler.graphs.rewrite import dims
 from flexsp.compiler.graphs.values import NotEmittable
 from flexsp.compiler.planning.capacity import smaller_chunk
 from flexsp.compiler.planning.generated_plan import Tiling
-from flexsp.compiler.planning.lowering import TensorSpec
 from flexsp.compiler.planning.model import Predicted, predict, tiles_of
 from flexsp.devices import Device, check_shared, of_device
 from flexsp.kernels.launch_spec import Launch
 from flexsp.runtime.kept import keep_with
-from flexsp.runtime.launch import only_old_assemblers
 from flexsp.scan.dense import MOST
 from flexsp.scan.tiles import MOST_COLUMNS, MOST_ROWS, too_large
 
-__all__ = ["candidates", "choose_tiling", "not_generated", "refusal"]
+__all__ = ["candidates", "choose_tiling", "not_generated"]
 
 _LONGEST = 128
 _PIECE = {True: 64, False: 32}  # columns of a piece of a large state, in bf16 or not
@@ -74,31 +72,6 @@ def choose_tiling(
     """
     made, sized, chunk = code.sized(sizes, dtype), tuple(sizes.items()), code.chunk if chunk is None else chunk
     return _best(made, chunk, sized, max(1, heads), T, n_docs, dtype, ranks, device or of_device())
-
-
-def refusal(
-    code: Generated, sizes: Mapping[str, int], inputs: Mapping[str, TensorSpec], on_gpu: bool
-) -> str | None:  # fmt: skip
-    """Why neither generated kernels nor a lowering run a call with these inputs, or None.
-
-    `sizes` are the inputs' sizes by name.
-    """
-    if (old := old_assembler(on_gpu)) is not None:
-        return old
-    try:
-        # Asked first: what is generated is derived when it is first read, which takes seconds.
-        if any(x.serves(code, inputs) for x in code.program.lowerings):
-            return None
-    except NotEmittable as error:  # a lowering that reads it
-        return str(error)
-    return not_generated(code, sizes, inputs[next(iter(code.program.meta.tokens))][0])
-
-
-def old_assembler(on_gpu: bool) -> str | None:
-    """Why kernels that are compiled here are not to be trusted, or None."""
-    if on_gpu and torch.cuda.get_device_capability()[0] == 9 and only_old_assemblers():
-        return "ptxas before 12.9 miscompiles kernels for Hopper; pip install nvidia-cuda-nvcc"
-    return None
 
 
 def not_generated(code: Generated, sizes: Mapping[str, int], dtype: torch.dtype) -> str | None:
@@ -213,7 +186,7 @@ class _Cut:
             yield self.plan(chunk, width)
 
     def plan(self, chunk: int, width: int, whole: bool = False, programs: int | None = None) -> Tiling:
-        """The plan for a chunk size and columns a program; `whole`: in one segment, else for so many programs."""
+        """The plan for a chunk size and columns a program; `whole`: in one segment, else for `programs` programs."""
         blocks = {name: padded(n) for name, n in self.sizes}
         n_chunks = -(-self.T // chunk) + self.n_docs
         tiles = self.heads * -(-blocks[self.cols] // width)

@@ -1,6 +1,6 @@
 """Layers and language models of flash-linear-attention, on sequences that are cut over ranks."""
 
-from flexsp.integrations.fla.model import parallelize
+from flexsp.integrations.fla.parallelized import parallelize
 from flexsp.integrations.transformers.batch import Shard, shard
 from flexsp.integrations.transformers.forwards import restore
 

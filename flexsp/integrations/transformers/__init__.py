@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexsp.integrations.transformers.batch import Shard, shard
 from flexsp.integrations.transformers.forwards import restore
-from flexsp.integrations.transformers.model import parallelize
+from flexsp.integrations.transformers.parallelized import parallelize
 from flexsp.integrations.transformers.scores import log_probs
 
 if TYPE_CHECKING:

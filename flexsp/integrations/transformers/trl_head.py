@@ -25,7 +25,7 @@ from flexsp.exceptions import NotAvailable, fail
 from flexsp.integrations.transformers.batch import IGNORED, KEY, shard
 from flexsp.integrations.transformers.causal import SCORES
 from flexsp.integrations.transformers.forwards import ranks_of_model, wrap_forward
-from flexsp.integrations.transformers.model import parallelize
+from flexsp.integrations.transformers.parallelized import parallelize
 from flexsp.integrations.transformers.scores import FIELDS, Scores
 
 __all__ = ["Rollouts", "home_of", "over_ranks"]

@@ -222,7 +222,7 @@ def channel_inverse(
     if GAIN:
         start, length, doc, first, last = chunk_info(table, tl.program_id(0), T, C, PACKED)
         store_gain(gain, at, found, x, length, C)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all of G is read before its inverse is written over it
     store_inverse(inverse + at * C * C, found, C)
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from flexsp.kernels.delta import grads, scan_segments, walks, wy_transform
-from flexsp.kernels.delta.exact_plan import ExactPlan, choose
+from flexsp.kernels.delta.base_plan import BasePlan, choose
 from flexsp.kernels.delta.tiling import Part
 from flexsp.kernels.keys import unit_keys_grad_kernel, unit_keys_kernel
 from flexsp.kernels.launch_plan import Buffer, Layout, Role, by_name, gradient_of
@@ -22,7 +22,7 @@ _F32 = torch.float32
 
 
 @dataclass(frozen=True)
-class DeltaPlan(ExactPlan):
+class DeltaPlan(BasePlan):
     """A call of the delta engine.
 
     Buffers: ``@states`` and ``@dstates`` at the edges of the rank, ``@A`` its matrix, ``@gates`` cumulative log2 decay

@@ -78,7 +78,7 @@ def _panel(
         tl.store(dv + n * H * V + cols, y.to(dv.dtype.element_ty), mask=cols < V)
         read = _reading(kn, beta, n, beta_st, rows, True, K, ERASES)
         dS = _decayed(dS - read[:, None] * y[None, :], _decay(g, n, g_st, rows, True, K, GATED, STEPS), GATED)
-    tl.debug_barrier()
+    tl.debug_barrier()  # gradients of values are read by other threads than those that stored them
     S = tl.trans(load_state(entering, v0, 0, True, V, K, BV, BK))
     for i in range(0, length):
         n = start + i

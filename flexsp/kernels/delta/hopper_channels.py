@@ -572,7 +572,7 @@ def channel_grads(
     qs.store((to_q * size).to(gl.bfloat16))
     ks.store((to_k * size).to(gl.bfloat16))
     last = gl.allocate_shared_memory(gl.float32, [C, WIDTH], _SUMS, of_gates)
-    gl.thread_barrier()
+    gl.thread_barrier()  # gradients and sums are read by other threads than those that stored them
     place = places.load(gl.SliceLayout(1, L))[:, None] >> 1
     to = place.to(gl.int64) * K + k0 + gl.arange(0, WIDTH, gl.SliceLayout(0, L))[None, :]
     gl.store(dq + to, qs.load(L), mask=place >= 0)
@@ -580,7 +580,7 @@ def channel_grads(
     of_gates = by_part(last.load(CHANNELS))
     inside, sums = summed(of_gates)
     totals.store(sums)
-    gl.thread_barrier()
+    gl.thread_barrier()  # `sum_beside` reads what other warps stored
     found = of_gates + ((sums + sum_beside(totals, LEVELS))[:, None, :] - inside)  # of the token and those behind it
     found = by_token(found + edge.load(gl.SliceLayout(1, IN_PARTS))[:, None, :])
     found *= sizes.load(gl.SliceLayout(1, CHANNELS))[:, None]

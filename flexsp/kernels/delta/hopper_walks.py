@@ -339,7 +339,7 @@ def forward(
                 store(v_new + place * V * C + v0 * C, N, 64, 64, C, C)
             S = complete(S, PARTS)
         if LATER and not DEEP:
-            gl.thread_barrier()
+            gl.thread_barrier()  # all warps have read what the next copies write over
             if c + 1 < c1:
                 _fetch_later(
                     c + 1, 0, row, scores, pairs, q, qs, written, ws, decays, sums, asks, table, q_st, T, n_chunks,
@@ -486,7 +486,7 @@ def backward(
         found = warpgroup_mma_wait(0, dS + (y,))
         dS, y = found[:PARTS], found[PARTS]
         if GATED != CHANNEL and not DEEP:
-            gl.thread_barrier()
+            gl.thread_barrier()  # all warps have read what the next copies write over
             if c > c0:
                 _fetch_later(
                     c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, BK, C,
@@ -498,7 +498,7 @@ def backward(
             store_turned_tokens(dv + (b * T * H + h) * V + v0, y, start, length, 64, C, H * V, 1)
         dS = complete(dS, PARTS)
         if GATED == CHANNEL and not DEEP:
-            gl.thread_barrier()
+            gl.thread_barrier()  # all warps have read what the next copies write over
             if c > c0:
                 _fetch_later(
                     c - 1, 0, row, scores, pairs, q, qs, k, ws, decays, sums, asks, table, q_st, T, n_chunks, K, BK, C,

@@ -153,7 +153,7 @@ def _inverted(blocks, others, tile):
     found = _substituted(blocks)
     inverses = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     inverses.store(gl.reshape(gl.permute(found, (1, 0, 2)), [16, 64]))
-    gl.thread_barrier()
+    gl.thread_barrier()  # blocks are read by other threads than those that stored them
     d0t = inverses.slice(0, 16, dim=1).permute((1, 0)).load(_SUMS)
     d1 = inverses.slice(16, 16, dim=1).load(_SUMS)
     d2 = inverses.slice(32, 16, dim=1).load(_SUMS)
@@ -210,7 +210,7 @@ def inverse(
     async_copy.async_copy_global_to_shared(tile, place)
     async_copy.commit_group()
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    gl.thread_barrier()  # each thread waited for its own copies only
     blocks = gl.allocate_shared_memory(gl.float32, [16, 64], _BLOCKS)
     inside = gl.arange(0, 16, _ROWS)[:, None] > gl.arange(0, 16, _COLUMNS)[None, :]
     below, alike = nothing(), gl.zeros([16, 16], gl.float32, _SUMS)
@@ -227,7 +227,7 @@ def inverse(
                 below = below + ((first, rest),)
             alike += pairs * pairs
     alike = _sum(alike)
-    gl.thread_barrier()
+    gl.thread_barrier()  # the tile has been read, and all blocks are stored
     for j in gl.static_range(4):
         for i in gl.static_range(j + 1, 4):
             _put(tile, gl.zeros([16, 16], gl.float32, _SUMS), j, i)
@@ -410,7 +410,7 @@ def wy_inverse(
         total = gl.associative_scan(gate, 0, _add)
         gl.store(gates + at * C + i, total)
         totals = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS, total)
-        gl.thread_barrier()
+        gl.thread_barrier()  # `end` is the sum of the last token, which another thread has
         from_start = power(total)
         gl.store(decays + at * C + i, from_start)
         end = totals.slice(C - 1, 1, dim=0).load(_TOKENS)
@@ -418,7 +418,7 @@ def wy_inverse(
         if not NORM:
             gl.store(decays + half + at * C + i, written)
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    gl.thread_barrier()  # each thread waited for its own copies only
     of_queries, x, squares = _pairs(qs, ks, K, NORM)
     own = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
     for n in gl.static_range(4):
@@ -430,7 +430,7 @@ def wy_inverse(
         of_key = gl.allocate_shared_memory(gl.float32, [C], _NUMBERS)
         for n in gl.static_range(4):
             _put_diagonal(of_query, squares[n], n)
-        gl.thread_barrier()
+        gl.thread_barrier()  # diagonals were stored by other threads
         asks, reads = gl.rsqrt(of_query.load(_TOKENS) + _EPS), gl.rsqrt(_EPS - own.load(_TOKENS))
         gl.store(norms + at * C + i, asks)
         gl.store(norms + half + at * C + i, reads)
@@ -443,7 +443,7 @@ def wy_inverse(
         given *= reads
         squared = given * reads
     factors.store(given)
-    gl.thread_barrier()
+    gl.thread_barrier()  # factors are read by other threads than those that stored them
     if GATED and BOUNDS:
         _bounds(bounds + row * 2 * chunks + gl.program_id(0), chunks, squared, gate, own)
     tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], _TILE)

@@ -78,7 +78,7 @@ def scan_segments(
         if lives & (of_state | passes):
             new += _through(A + s * H * K * K, place, rows, cols, width, K, BK, BV, REVERSE)
         if WHOLE:
-            tl.debug_barrier()
+            tl.debug_barrier()  # all of the state is read before it is written over
         else:
             place = slot
         tl.store(place + at, new, mask=inside)

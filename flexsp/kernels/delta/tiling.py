@@ -167,7 +167,7 @@ def _cut(gates: int, ranks: bool, copies: bool) -> bool:
 
 
 def _segments(n_chunks: int, programs: int, at_once: int) -> int:
-    """Segments of `programs` programs each, on a GPU that runs so many at once: the fewest that keep it busy.
+    """Segments of `programs` programs each, on a GPU that runs `at_once` together: the fewest that keep it busy.
 
     Programs that find no place run when all others have ended, and take as long. On an H200 a call whose 90 programs a
     segment ran in two turns took 1.05 / 4.25 ms forward / both with 3 segments, and 0.85 / 3.57 with 5.

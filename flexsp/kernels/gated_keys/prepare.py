@@ -68,7 +68,7 @@ def _gate_chunk(
         own = running_gates(g, g_st, length, at, C, K, BN)
         end = last_row(own, C)
         store_rows(b, own, K, C, at, C, K, BN)
-        tl.debug_barrier()
+        tl.debug_barrier()  # `half` reads sums of gates that other threads stored
         qc = load_rows(q, q_st, length, at, C, K, BN)
         kc = load_rows(k, k_st, length, at, C, K, BN)
         store_rows(gated_q, qc * tl.exp(own), K, C, at, C, K, BN)

@@ -39,7 +39,7 @@ def _gate_later(
                 tl.store(running + (C - 1) * K + cols, end, mask=cols < K)
             else:
                 store_rows(running, own, K, C, at, C, K, BN)
-                tl.debug_barrier()
+                tl.debug_barrier()  # sums of gates are read by other threads than those that stored them
         xc = load_rows(x, x_st, rows, at, C, K, BN)
         kc = load_rows(k, k_st, length, at, C, K, BN)
         bc = load_rows(b, b_st, length, at, C, K, BN)

@@ -193,7 +193,7 @@ class _Instruction:
         return 4 if "128" in parts else 2 if "64" in parts else 1
 
     def _of_tensor_memory(self) -> int:
-        """Registers that a load or a store moves, in so many rows of so many bits."""
+        """Registers that a load or a store moves, by rows and bits a row."""
         found = re.search(r"dp(\d+)bit\S*?\.x(\d+)", self.operation)
         return max(1, int(found[1]) // 64) * int(found[2]) if found else 1
 

@@ -8,8 +8,9 @@ import torch
 
 from flexsp.comm.derivatives import share_backward
 from flexsp.comm.group import SequenceParallel
+from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels import functions
-from flexsp.kernels.engine import Engine, asks_for_kernels, neighbours, register
+from flexsp.kernels.engine import Engine, neighbours, register
 from flexsp.kernels.functions import Like
 from flexsp.kernels.operators import Asked
 from flexsp.kernels.selective import in_pytorch

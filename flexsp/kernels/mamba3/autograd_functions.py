@@ -79,7 +79,7 @@ class _Cut(NamedTuple):
         run(kernel, grid, tensors, (*strides, *self.numbers), tile | constants, warps)
 
     def heads(self, channels: int) -> int:
-        """Of a tile of so many channels."""
+        """Of a tile of this number of channels."""
         return max(1, min(power_of_2(self.H), channels // power_of_2(self.S)))
 
     def scan(self, found: Mapping[str, Tensor], initial: Optional, packed: bool, reverse: bool) -> Tensor:

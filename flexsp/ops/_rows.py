@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from flexsp.comm.group import SequenceParallel
-from flexsp.exceptions import asks_for_kernels
 from flexsp.kernels.diagonal.op import diagonal
 from flexsp.kernels.rotary import halved, paired, turn_rows
 

@@ -59,6 +59,7 @@ _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wai
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _SIGNS = {ast.Add: "-", ast.Sub: "+"}
+_ALWAYS = "length >= 0"  # a branch that is always taken, for what Triton makes of it; all in it is 0 without tokens
 _STEPS = ("contiguous", "zero_", "clone", "detach", "float", "abs", "flip", "cumsum", "conj", "neg", "round")
 KINDS = ("sign", "bound", "index", "mask", "stride", "dtype", "barrier", "logic", "constant", "dropped")
 """+ for -; < for <=; a slice without an end; an access or a choice without its mask; a stride left out; a rounder type;
@@ -160,6 +161,8 @@ class _Finder(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
+        if self.code(node) == _ALWAYS:
+            return
         new = _BOUNDS.get(type(node.ops[0]))
         if len(node.ops) == 1 and new and not (new in ("<", "<=", ">", ">=") and self.is_real(node.comparators[0])):
             kind = "logic" if new in ("!=", "==") else "bound"

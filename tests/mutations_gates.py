@@ -480,6 +480,7 @@ GATES = [
         "flexsp/kernels/rotary.py",
         ("x[..., :S], x[..., K // 2 : K // 2 + S]", "x[..., :S], x[..., S : 2 * S]", "halves pair other channels",
          _MAMBA3),
+        ("x.unflatten(dim, (2,", "x.unflatten(dim, (3,", "other channels of states lie side by side", _MAMBA3_ROW),
     ),
     *_in(
         "flexsp/scan/by_kernel.py",

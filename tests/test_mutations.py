@@ -99,6 +99,8 @@ def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
     """Less < more."""
     assert a < 3, "1 - 1"
     a < 0.5
+    if length >= 0:
+        pass
     if a <= 9 and not C and not a < _MOST:
         raise ValueError(f"{a - 1} < 5")
     rows = tl.load(a + C * b_st, mask=C == 0, other=0.5)
@@ -141,8 +143,8 @@ def _written(folder: Path, code: str) -> str:
 
 
 def test_changes_of_each_kind(tmp_path: Path) -> None:
-    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed, or
-    conversions that are repeated."""
+    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed,
+    branches that are always taken, or conversions that are repeated."""
     file = _written(tmp_path, CODE)
     found = mutants_of(file, tmp_path)
     assert {x.what.partition(": ")[2] for x in found} == WANTED

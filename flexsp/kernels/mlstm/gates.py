@@ -290,7 +290,7 @@ def _forward(
     found = Gates(forget, log_weight, weight, m)
     if before is not None:
         _run(slice(2, 3), f, i, starts, before_a=before[0], before_c=before[1], entering=entering, **found._asdict())
-    elif f.shape[1]:
+    else:
         _run(slice(0, 3), f, i, starts, entering=entering, **found._asdict())
     return found
 

@@ -248,6 +248,7 @@ KERNELS = [
         "flexsp/testing/bounds.py",
         ("(at + np.uint64(nbytes) > ", "(at > ", "just behind a tensor", "tests/test_bounds.py"),
         ("or last + np.uint64(nbytes) > ", "or first + np.uint64(nbytes) > ", "the first element tells", "tests/test_bounds.py"),
+        ("> self.ends[i - 1]:", "> self.ends[-1]:", "what reaches into the next tensor", "tests/test_bounds.py"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",

@@ -222,6 +222,8 @@ class _Finder(ast.NodeVisitor):
             self.visit_all(node.args[:1])
         elif name in ("zeros", "full") and self.code(of).startswith(("tl.", "gl.")):
             self.visit_all(node.args[:-1])  # Triton takes no sum whose type changes in a loop, and others take it over
+        elif name == "zip":
+            self.visit_all(node.args)  # `strict` is a check of one's own
         elif name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
             self.generic_visit(node)
 

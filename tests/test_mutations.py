@@ -111,6 +111,7 @@ def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
     rows += tl.zeros([C], tl.float32)
     ctx.set_materialize_grads(y)
     _HOW = Launch(C, 4, 1)
+    pairs = zip(a, y, strict=True)
     y.zero_()
     C -= 1
     return g(a[1:], num_warps=8, x=-C)  # < 3
@@ -143,7 +144,7 @@ def _written(folder: Path, code: str) -> str:
 
 
 def test_changes_of_each_kind(tmp_path: Path) -> None:
-    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed,
+    """And none of docstrings, messages, types, decorators, asserts, strict, imports, numbers that only set a speed,
     branches that are always taken, or conversions that are repeated."""
     file = _written(tmp_path, CODE)
     found = mutants_of(file, tmp_path)

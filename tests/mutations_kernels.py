@@ -443,6 +443,8 @@ KERNELS = [
          "states are read by the first keys alone", _ANY_KEYS + "[144]"),
         ("S[n], base + n * BK * V, here", "S[n], base, here", "documents begin with the first keys' states",
          _ANY_KEYS + "[256, packed]"),
+        ("visible()", "pass", "products may read states before they lie there",
+         "tests/test_compile_delta.py::test_kernels[bf16 144, outputs]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_horizon.py",

@@ -28,7 +28,7 @@ __all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "which_tests", 
 # variables of these names.
 _SPEED = re.compile(
     r"num_warps|num_stages|maxnreg|maxsize|evict|eviction_policy|num_ctas|_?KEPT|_?MANY|_?LONG|timeout|_?LIMIT|programs"
-    r"|_?WARPS|stages|stacklevel|warn_only|cost|launch_pdl|PDL|poll|interval"
+    r"|_CALLS|_LAYOUTS|_?WARPS|stages|stacklevel|warn_only|cost|launch_pdl|PDL|poll|interval"
 )
 _SPARES = ("set_materialize_grads", "mark_non_differentiable")  # calls that spare autograd work, and change no number
 # Files that only say how fast something is, or to whom: plans that are all right, prices, and what needs a GPU to run.
@@ -109,8 +109,8 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        names = [self.code(x) for x in node.targets]
-        if not any(_SPEED.fullmatch(x) or x.startswith("__") for x in names):
+        names = [self.code(y) for x in node.targets for y in (x.elts if isinstance(x, ast.Tuple) else [x])]
+        if not all(_SPEED.fullmatch(x) or x.startswith("__") for x in names):
             self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:

@@ -91,6 +91,7 @@ CODE = '''"""A doc + a string."""
 from x import y
 
 _WARPS = 4
+_CALLS, _LAYOUTS = 6, 8
 _MOST = tl.constexpr(8.0)  # of floats
 
 

@@ -28,7 +28,7 @@ __all__ = ["KINDS", "files_of", "mutants_of", "sample", "score", "which_tests", 
 # variables of these names.
 _SPEED = re.compile(
     r"num_warps|num_stages|maxnreg|maxsize|evict|eviction_policy|num_ctas|_?KEPT|_?MANY|_?LONG|timeout|_?LIMIT|programs"
-    r"|_?WARPS|stages|stacklevel|warn_only|cost|launch_pdl|PDL|poll|interval"
+    r"|_CALLS|_LAYOUTS|_?WARPS|stages|stacklevel|warn_only|cost|launch_pdl|PDL|poll|interval"
 )
 _SPARES = ("set_materialize_grads", "mark_non_differentiable")  # calls that spare autograd work, and change no number
 # Files that only say how fast something is, or to whom: plans that are all right, prices, and what needs a GPU to run.
@@ -59,6 +59,7 @@ _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wai
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 _SIGNS = {ast.Add: "-", ast.Sub: "+"}
+_ALWAYS = "length >= 0"  # a branch that is always taken, for what Triton makes of it; all in it is 0 without tokens
 _STEPS = ("contiguous", "zero_", "clone", "detach", "float", "abs", "flip", "cumsum", "conj", "neg", "round")
 KINDS = ("sign", "bound", "index", "mask", "stride", "dtype", "barrier", "logic", "constant", "dropped")
 """+ for -; < for <=; a slice without an end; an access or a choice without its mask; a stride left out; a rounder type;
@@ -108,8 +109,8 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        names = [self.code(x) for x in node.targets]
-        if not any(_SPEED.fullmatch(x) or x.startswith("__") for x in names):
+        names = [self.code(y) for x in node.targets for y in (x.elts if isinstance(x, ast.Tuple) else [x])]
+        if not all(_SPEED.fullmatch(x) or x.startswith("__") for x in names):
             self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:
@@ -160,6 +161,8 @@ class _Finder(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
+        if self.code(node) == _ALWAYS:
+            return
         new = _BOUNDS.get(type(node.ops[0]))
         if len(node.ops) == 1 and new and not (new in ("<", "<=", ">", ">=") and self.is_real(node.comparators[0])):
             kind = "logic" if new in ("!=", "==") else "bound"
@@ -219,6 +222,8 @@ class _Finder(ast.NodeVisitor):
             self.visit_all(node.args[:1])
         elif name in ("zeros", "full") and self.code(of).startswith(("tl.", "gl.")):
             self.visit_all(node.args[:-1])  # Triton takes no sum whose type changes in a loop, and others take it over
+        elif name == "zip":
+            self.visit_all(node.args)  # `strict` is a check of one's own
         elif name not in ("cast", "TypeVar", "warn", "getattr", "isinstance", "check_type"):
             self.generic_visit(node)
 

@@ -442,7 +442,7 @@ GATES = [
          _MAMBA3_KERNELS),
         ("products += x3 * y3 + x4 * y4", "pass", "own products leave out channels that do not turn",
          "tests/test_mamba3_kernels.py::test_kernels[plain]"),
-        ("inside = (pair < K // 2) & (second < 2)", "inside = (pair < K) & (second < 2)", "biases reach other channels",
+        ("mask=pair < K // 2 if HALVES", "mask=pair < K if HALVES", "biases reach other channels",
          "tests/test_mamba3_kernels.py::test_kernels[documents without states]"),
         ("back = tl.load(dw + (batch * H + h) * T + t", "back = tl.load(dw + row", "tokens answer for others' weights",
          _MAMBA3_KERNELS),
@@ -480,6 +480,7 @@ GATES = [
         "flexsp/kernels/rotary.py",
         ("x[..., :S], x[..., K // 2 : K // 2 + S]", "x[..., :S], x[..., S : 2 * S]", "halves pair other channels",
          _MAMBA3),
+        ("x.unflatten(dim, (2,", "x.unflatten(dim, (3,", "other channels of states lie side by side", _MAMBA3_ROW),
     ),
     *_in(
         "flexsp/scan/by_kernel.py",

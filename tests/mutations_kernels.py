@@ -31,6 +31,7 @@ _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
 _STARTS = _DELTA + "test_documents_that_begin_where_segments_or_ranks_do"
 _DELTA_SLOW = _DELTA + "test_segments[slow]"
+_DELTA_SUMS = _DELTA + "test_sums_of_gradients_of_gates_are_in_float32"
 _CHANNELS = _DELTA + "test_gates_of_channels[medium]"
 _CHANNELS_CLOSED = _DELTA + "test_gates_of_channels[closed]"
 _CHANNELS_GROWTH = _DELTA + "test_gates_of_channels[growth]"
@@ -128,6 +129,8 @@ KERNELS = [
         ("for v1 in tl.static_range(0, V, BV):", "for v1 in tl.static_range(0, BV, BV):",
          "gradients of reads and writes are of the first values", _DELTA_LARGE + "[vector_gated_delta]"),
         ("of_pairs -= mm(y, N", "of_pairs += mm(y, N", "gradients of pairs have the wrong sign", _CHANNELS),
+        ("second = rest.to(DOT)", "second = rest", "sums of gradients of gates lose a third of their digits",
+         _DELTA_SUMS),
         ("to_g = _exact_sums(_ones(blocks, 3, C)", "to_g = _exact_sums(_ones(blocks, 0, C)", "dg sums the wrong way", _CHANNELS),
         ("to_g += _exact_sums(_ones(blocks, 2, C)", "to_g += _exact_sums(_ones(blocks, 0, C)",
          "dg has what a token writes itself", _CHANNELS),
@@ -245,6 +248,7 @@ KERNELS = [
         "flexsp/testing/bounds.py",
         ("(at + np.uint64(nbytes) > ", "(at > ", "just behind a tensor", "tests/test_bounds.py"),
         ("or last + np.uint64(nbytes) > ", "or first + np.uint64(nbytes) > ", "the first element tells", "tests/test_bounds.py"),
+        ("> self.ends[i - 1]:", "> self.ends[-1]:", "what reaches into the next tensor", "tests/test_bounds.py"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",
@@ -439,6 +443,8 @@ KERNELS = [
          "states are read by the first keys alone", _ANY_KEYS + "[144]"),
         ("S[n], base + n * BK * V, here", "S[n], base, here", "documents begin with the first keys' states",
          _ANY_KEYS + "[256, packed]"),
+        ("visible()", "pass", "products may read states before they lie there",
+         "tests/test_compile_delta.py::test_kernels[bf16 144, outputs]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_horizon.py",

@@ -90,7 +90,7 @@ MEMORY = [
         ("torch.addcmul(of_log, of_weight, weight)", "of_weight * weight",
          "write gates have no gradient from the numerator", _GATES),
         ("di = of_weight * weight if", "di = of_weight if", "write gates have the gradients of weights", _GATES),
-        (".to(tl.float64) - now\n", ".to(tl.float64)\n", "write gates are not stabilised", _GATES),
+        ("other=0.0) - now\n", "other=0.0)\n", "write gates are not stabilised", _GATES),
         ("masked_fill_(x < MIN_LOG_FORGET, 0.0)", "masked_fill_(x > 0, 0.0)", "open gates have no gradient", _GATES),
     ),
     *_in(

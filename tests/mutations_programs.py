@@ -85,6 +85,7 @@ PROGRAMS = [
          _DECODE + "test_a_closed_gate_starts_anew"),
         ("if made.rows * MOST_TOKENS < T:", "if MOST_TOKENS < T:", "rows of tokens count as tokens",
          _DECODE + "test_rows_of_tokens"),
+        ("x.dim() == 3 or x.stride(-1) == 1", "True", "channels are taken to lie side by side", _STEPS + "[gla]"),
     ),
     *_in(
         "flexsp/compiler/backend/decode.py",

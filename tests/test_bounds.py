@@ -45,6 +45,25 @@ def test_accesses_beside_tensors_are_seen(size: int, n: int, first: int, to: int
     assert said in found and bool(found) == bool(said), found
 
 
+def _beside(sp: Any, n: int, between: bool) -> str:
+    memory = torch.zeros(32)
+    x, y = memory.view(16, 2).unbind(1) if between else memory.split(16)
+    with within_tensors():
+        try:
+            copy_kernel[(1,)](x, y, 17, x.stride(0), FROM=n - 16, TO=n)
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+def test_accesses_of_two_tensors_at_once_are_seen() -> None:
+    """Of one that reaches into the next, and not of views that lie between each other's numbers."""
+    (found,) = run_ranks(_beside, 1, 17, False, env=INTERPRETED)
+    assert "the 16 elements of a load lie in several tensors" in found
+    for between in (False, True):
+        assert run_ranks(_beside, 1, 16, between, env=INTERPRETED) == [""]
+
+
 @triton.jit
 def turned_kernel(x, y, WHAT: tl.constexpr, BARRIER: tl.constexpr):
     """The first 16 numbers of x are read after they were stored, or the other way round, by tiles of other shapes."""

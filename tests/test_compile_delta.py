@@ -65,6 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16 256": {"K": 256, "V": 256, "packed": True, "H": 4, "gluon": False, "only": OF_LARGE},
     "bf16 256, any keys": {"K": 256, "V": 256, "H": 12, "norm": True, "group": 2},
     "bf16 208, 64, any keys, packed": {"K": 208, "V": 64, "norm": True, "packed": True},
+    "bf16 144, outputs": {"name": "deltanet", "K": 144, "V": 64, "H": 256, "only": ("forward",)},
     "bf16 144, walks": {"K": 144, "V": 64, "only": ("forward", "backward", "grads")},
     "bf16 256, gates of channels": {
         "name": "vector_gated_delta", "K": 256, "V": 256, "packed": True, "only": OF_LARGE_CHANNELS,
@@ -104,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 QUICK = [
     "bf16 128", "bf16 64, many heads, packed, walks", "bf16 128, gates of channels",
-    "bf16 64, many heads, gates of channels",
+    "bf16 64, many heads, gates of channels", "bf16 144, outputs",
 ]  # fmt: skip
 NO_DECAY = ["bf16 128, no decay"]
 STRENGTHS = ["bf16 128, strengths"]

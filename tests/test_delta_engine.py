@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from flexsp.devices import H200, planned_for
+from flexsp.kernels.delta.channels import _exact_sums
+from flexsp.kernels.primitives import dots
 from flexsp.testing.compare import relative_error
 from flexsp.testing.ranks import run_ranks
 from flexsp.variants import deltanet, gated_deltanet
@@ -164,6 +168,28 @@ def test_gates_of_channels(gates: str, folder: str) -> None:
         folder, runs(name, T=70, K=64, V=64, **given), runs(name, T=66, K=40, V=20, bounds=(0, 66), **given),
         runs(name, T=70, K=33, V=128, dtype=BF16, **given), runs(name, T=65, bounds=(0, 60, 65), dtype=other, **given),
     )  # fmt: skip
+
+
+@triton.jit
+def later_sums_kernel(x, to, N: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    i, n = tl.arange(0, 16), tl.arange(0, N)[None, :]
+    later = (i[:, None] <= i[None, :]).to(DOT)
+    tl.store(to + i[:, None] * N + n, _exact_sums(later, tl.load(x + i[:, None] * N + n), DOT, PREC))
+
+
+def off_of_sums(sp: Any, seed: int, dtype: torch.dtype) -> float:
+    """The largest error of a sum, of that of magnitudes."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    found = torch.empty_like(x)
+    later_sums_kernel[(1,)](x, found, N=64, **dots(dtype))
+    want, sizes = (y.double().flip(0).cumsum(0).flip(0) for y in (x, x.abs()))
+    return float(((found - want).abs() / sizes).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_sums_of_gradients_of_gates_are_in_float32(dtype: torch.dtype, seed: int) -> None:
+    """Also where products are in bfloat16, which lose nothing of numbers in three parts."""
+    assert run_ranks(off_of_sums, 1, seed, dtype, env=INTERPRETED)[0] < 5e-7
 
 
 def leaked(sp: Any, decays: bool) -> list[str]:

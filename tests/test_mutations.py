@@ -91,6 +91,7 @@ CODE = '''"""A doc + a string."""
 from x import y
 
 _WARPS = 4
+_CALLS, _LAYOUTS = 6, 8
 _MOST = tl.constexpr(8.0)  # of floats
 
 
@@ -99,6 +100,8 @@ def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
     """Less < more."""
     assert a < 3, "1 - 1"
     a < 0.5
+    if length >= 0:
+        pass
     if a <= 9 and not C and not a < _MOST:
         raise ValueError(f"{a - 1} < 5")
     rows = tl.load(a + C * b_st, mask=C == 0, other=0.5)
@@ -109,6 +112,7 @@ def f(a: int, b_st: "1 - 1" = 7, *, C: tl.constexpr = 2) -> "2 + 2":
     rows += tl.zeros([C], tl.float32)
     ctx.set_materialize_grads(y)
     _HOW = Launch(C, 4, 1)
+    pairs = zip(a, y, strict=True)
     y.zero_()
     C -= 1
     return g(a[1:], num_warps=8, x=-C)  # < 3
@@ -141,8 +145,8 @@ def _written(folder: Path, code: str) -> str:
 
 
 def test_changes_of_each_kind(tmp_path: Path) -> None:
-    """And none of docstrings, messages, types, decorators, asserts, imports, numbers that only set a speed, or
-    conversions that are repeated."""
+    """And none of docstrings, messages, types, decorators, asserts, strict, imports, numbers that only set a speed,
+    branches that are always taken, or conversions that are repeated."""
     file = _written(tmp_path, CODE)
     found = mutants_of(file, tmp_path)
     assert {x.what.partition(": ")[2] for x in found} == WANTED

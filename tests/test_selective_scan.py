@@ -580,3 +580,4 @@ def test_initialisation() -> None:
     dt = torch.nn.functional.softplus(Mamba(2048).dt_proj.bias)
     assert 0.99e-3 < dt.min() < 1.1e-3 and 0.09 < dt.max() < 0.1001
     assert 0.9 < Mamba(64).dt_proj.weight.abs().max() * 2 <= 1.0
+    assert [Mamba(size).dt_rank for size in (64, 65, 2048)] == [4, 5, 128]  # a sixteenth of the width, rounded up

@@ -185,11 +185,17 @@ def test_gradient_at_nearly_closed_gates(gate: float, joint: bool) -> None:
 
 
 def test_several_tiles() -> None:
-    """More than one tile of K and of V in every kernel, some of them partly outside."""
+    """More than one tile of K and of V in every kernel, some of them outside but for a few columns, or for one."""
     check_runs(
-        Run("simple_gla", Shape(B=1, T=33, H=1, K=70, V=67, states=1), segments=SOME_SEGMENTS),
+        Run("simple_gla", Shape(B=1, T=33, H=1, K=65, V=65, states=1), segments=SOME_SEGMENTS),
         Run("weights, gamma", Shape(B=1, T=20, H=1, K=70, V=67, states=2), bounds=(0, 3, 20)),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_without_remainder(dtype: torch.dtype) -> None:
+    """Sizes that are multiples of all tiles, of which there are two of K."""
+    check_runs(Run("simple_gla", Shape(B=1, T=17, H=1, K=128, V=64, states=1), dtype, segments=SOME_SEGMENTS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

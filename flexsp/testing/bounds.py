@@ -49,17 +49,18 @@ class _Running:
         at = addresses.astype(np.uint64, copy=False)
         first, last = at.min(), at.max()
         i = int(np.searchsorted(self.begins, first, side="right"))
-        if i == 0 or last + np.uint64(nbytes) > self.ends[i - 1]:  # not all in one tensor
-            i = self._within(what, at, nbytes)
+        if i == 0 or last + np.uint64(nbytes) > self.ends[i - 1]:
+            self._not_in_one(what, at, nbytes)
         self._alone(what, i, _Access(at, first, last, mask), there_already)
 
-    def _within(self, what: str, at: Any, nbytes: int) -> int:
-        """The number of the tensor that has the first element; AssertionError where one lies in none."""
+    def _not_in_one(self, what: str, at: Any, nbytes: int) -> None:
+        """AssertionError: elements lie in no tensor, or in several. What is not masked at a tensor's edge may reach the
+        one behind."""
         i = np.searchsorted(self.begins, at, side="right")
         outside = (i == 0) | (at + np.uint64(nbytes) > self.ends[np.maximum(i, 1) - 1])
         if outside.any():
             raise AssertionError(f"{self.name}: {outside.sum()} of {at.size} elements of a {what} lie outside tensors")
-        return int(i.flat[0])
+        raise AssertionError(f"{self.name}: the {at.size} elements of a {what} lie in several tensors")
 
     def _alone(self, what: str, tensor: int, it: _Access, there_already: Any) -> None:
         """AssertionError where other threads may have done something else to the same memory."""
@@ -81,9 +82,9 @@ class _Running:
 
 @contextmanager
 def within_tensors() -> Iterator[None]:
-    """AssertionError, inside of Triton's InterpreterError, where a kernel loads or stores outside of its tensors, or
-    loads what its program has stored, or stores over what that has loaded or stored, without a barrier in between:
-    other threads may do either.
+    """AssertionError, inside of Triton's InterpreterError, where a kernel loads or stores outside of its tensors, or in
+    several of them at once, or loads what its program has stored, or stores over what that has loaded or stored,
+    without a barrier in between: other threads may do either.
 
     Its tensors are those that it is launched with, as far as their shapes and strides reach; what is masked is not
     looked at, nor atomics, nor what the scan does in memory of other ranks, whose addresses are numbers.

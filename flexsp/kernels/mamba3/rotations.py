@@ -70,8 +70,7 @@ def _store_sums(sums, v1, v2, u1, u2, pairs, K: tl.constexpr, HALVES: tl.constex
     found = tl.sum(tl.join(tl.join(v1, v2), tl.join(u1, u2)), axis=0)
     pair, second, of_c = pairs[:, None, None], tl.arange(0, 2)[None, :, None], tl.arange(0, 2)[None, None, :]
     channels = (pair + second * (K // 2)) if HALVES else (2 * pair + second)
-    inside = (pair < K // 2) & (second < 2) if HALVES else channels < K
-    tl.store(sums + of_c * K + channels, found, mask=inside & (of_c < 2))
+    tl.store(sums + of_c * K + channels, found, mask=pair < K // 2 if HALVES else channels < K)
 
 
 @triton.jit

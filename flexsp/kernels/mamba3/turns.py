@@ -206,7 +206,7 @@ def turn_grad_sums_kernel(
             rows = rows + (tl.load(at, mask=valid & there, other=0.0),)  # noqa: RUF005
             documents = documents + (document,)  # noqa: RUF005
         for j in tl.static_range(STEP):
-            total += rows[j].to(tl.float64)
+            total += rows[j]
             if PACKED:
                 total = tl.where(documents[j] >= 0, 0.0, total)
                 cut = cut | (documents[j] >= 0).to(tl.int32)
@@ -251,7 +251,7 @@ def turns_grad_kernel(
             documents = documents + (document,)  # noqa: RUF005
         for j in tl.static_range(STEP):
             t = end - i - j
-            total = grads[j].to(tl.float64) if SUMMED else total + grads[j].to(tl.float64)
+            total = grads[j].to(tl.float64) if SUMMED else total + grads[j]
             back = 0.5 * total.to(tl.float32)
             slope = tanh_of(rows[j].to(tl.float32))
             found = back * (1.0 - slope * slope) * steps[j].to(tl.float32)[:, None]

@@ -209,7 +209,7 @@ def mlstm_gates_kernel(
     to = (b * T + token)[:, None] * H + head[None, :]
     tl.store(m + to, now, mask=inside)
     tl.store(log_forget + to, (log_f + (before - now)).to(tl.float32), mask=inside)
-    writes = tl.load(i + token[:, None] * i_st + head[None, :] * i_sh, mask=inside, other=0.0).to(tl.float64) - now
+    writes = tl.load(i + token[:, None] * i_st + head[None, :] * i_sh, mask=inside, other=0.0) - now
     tl.store(log_weight + to, writes.to(tl.float32), mask=inside)
     tl.store(weight + to, exp32(writes), mask=inside)
 
@@ -290,7 +290,7 @@ def _forward(
     found = Gates(forget, log_weight, weight, m)
     if before is not None:
         _run(slice(2, 3), f, i, starts, before_a=before[0], before_c=before[1], entering=entering, **found._asdict())
-    elif f.shape[1]:
+    else:
         _run(slice(0, 3), f, i, starts, entering=entering, **found._asdict())
     return found
 

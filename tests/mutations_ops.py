@@ -159,6 +159,8 @@ OPS = [
         ("x.shape[0] < 1 or x.shape[2] < 1", "x.shape[0] < 1", "calls without heads are taken",
          "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
         ("if not 1 <= size <= most:", "if False:", "heads of any size are taken", "tests/test_validation.py"),
+        ('sp.check_signature((op, x.dtype, f"B={x.shape[0]}", *signature))', "pass", "ranks do not compare their calls",
+         "tests/test_sp_ops.py::test_ranks_must_agree_on_the_call"),
         ("if G < 1 or n % G:", "if G < 1:", "groups need not divide heads", "tests/test_validation.py"),
     ),
     *_in(

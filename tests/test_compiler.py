@@ -536,6 +536,8 @@ def test_primitives() -> None:
     one = b[:, :1].expand(6, 4)
     assert torch.allclose(decayed_scores(q, k, b[:, 0]), decayed_scores(q, k, one))
     assert decayed_scores(q, k, 1e4 * b).isfinite().all()
+    narrow = decayed_scores(q.float(), k.float(), b - 1e6)  # of sums in float64
+    assert narrow.dtype == torch.float32 and torch.allclose(narrow, want.float(), atol=1e-5)
     g = torch.diff(b, dim=0, prepend=torch.zeros(1, 4))
     summed = torch.stack([sum((b[i] - b[j]).exp() * q[j] for j in range(i + 1)) for i in range(6)])
     assert torch.allclose(decayed_sums(q, g), summed)

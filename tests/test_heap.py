@@ -122,3 +122,6 @@ def test_records_become_exceptions(kind: int) -> None:
     if not mismatch:
         assert "backward" in str(error)
         assert (error.tile, error.expected, error.seen) == (17, 5, 4)
+    sp.records.tensor[3:5] = torch.tensor([2**62 + 1, 2**62])  # words have 64 bits
+    row = sp.records.row()
+    assert row is not None and (row["wanted"], row["seen"]) == (2**62 + 1, 2**62)

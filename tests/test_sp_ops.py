@@ -171,3 +171,20 @@ def test_ranks_must_agree_on_the_documents() -> None:
     settings = {"env": {"FLEXSP_CHECK": "1"}, "sp_timeout_s": 30.0, "fresh_sp": True}
     assert run_ranks(_boundaries_that_differ, 2, 0, **settings) == ["", ""]
     assert all("cu_seqlens" in said for said in run_ranks(_boundaries_that_differ, 2, 1, **settings))
+
+
+def _eps_that_differs(sp: SequenceParallel, differ: bool) -> str:
+    x, eps = torch.randn(5, 1, 5, 1, 4), 1e-6 * (1 + differ * sp.rank)
+    sp.set_lengths([5, 5])
+    try:
+        ops.chunk_mlstm(*x[:3], i=x[3, ..., 0], f=x[4, ..., 0], eps=eps, head_first=False, sp=sp)
+    except PeerMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_must_agree_on_the_call() -> None:
+    """Whatever eps is, the same travels: the exchange alone would not tell."""
+    settings = {"env": {"FLEXSP_CHECK": "1"}, "sp_timeout_s": 30.0, "fresh_sp": True}
+    assert run_ranks(_eps_that_differs, 2, False, **settings) == ["", ""]
+    assert all("mlstm" in said for said in run_ranks(_eps_that_differs, 2, True, **settings))

@@ -16,7 +16,7 @@ from flexsp.scan import cost, tile_order
 from flexsp.scan.cost import Cost, Measurement, fit
 from flexsp.scan.schedules import SCHEDULES
 
-FILES = [Path(__file__).parent / "data" / f"scale_{ranks}_ranks.json" for ranks in (2, 4)]  # measured on H200s
+FILES = [Path(__file__).parents[1] / "data" / f"scale_{ranks}_ranks.json" for ranks in (2, 4)]  # measured on H200s
 BYTE, MEMORY = 5e-6, 2.5e-7  # us: 200 GB/s, 4 TB/s
 TRUTH = {
     "chain": Cost("chain", 5.0, 4.0, BYTE, MEMORY, 0.001),

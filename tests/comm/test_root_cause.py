@@ -20,7 +20,7 @@ from flexsp.comm.root_cause import record_root_cause
 from flexsp.exceptions import Fault, PeerTimeout
 from tests.marks import quick
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, sys, time
 import torch

@@ -17,7 +17,7 @@ from flexsp.comm import transport
 from flexsp.comm.transport import transports
 from flexsp.launch import cli, doctor
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 FLAGS = {
     "doctor": ["--no-test", "--ranks"],

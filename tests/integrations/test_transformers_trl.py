@@ -80,7 +80,7 @@ def trainer(kind: str, sp: Any, folder: Path, name: str, how: str, changes: dict
 
         more["peft_config"] = LoraConfig(r=2, target_modules=["o_proj"])
     if sp is not None:  # with the class of the guide
-        document = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+        document = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
         (block,) = re.findall(r"```python\n(class Trainer\(Seq.*?)```", document, flags=re.DOTALL)
         made: dict[str, Any] = {"SequenceParallelTrainer": SequenceParallelTrainer, "trl": trl}
         exec(block.replace("SFTTrainer", f"{kind}Trainer", 1), made)

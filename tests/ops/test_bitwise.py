@@ -253,7 +253,7 @@ def test_segments_by_default() -> None:
 
 
 def rows_of_the_table() -> dict[str, list[str]]:
-    text = (Path(__file__).resolve().parents[1] / "docs" / "same-bits.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs" / "same-bits.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
 

@@ -15,7 +15,7 @@ import pytest
 
 from flexsp import ops
 
-PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 TITLE = re.compile(r"^`(\w+)`(?: of [\w-]+)? is `(\w+)`(?: of one token[^:]*)?:\n\n((?:\|.*\n)+)", re.MULTILINE)
 ROW = re.compile(r"^\| `(\w+)(?:=([^`]+))?` \| (?:`(\w+)`|-) \|", re.MULTILINE)
 Defaults = dict[str, str | None]

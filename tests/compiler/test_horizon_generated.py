@@ -115,7 +115,7 @@ def test_gates_of_a_variant_with_a_parameter(seed: int) -> None:
 
 
 def behind(sp: Any, name: str, slow: bool, packed: bool, seed: int) -> tuple[bool, bool, float]:
-    """As `_behind` in tests/test_horizon.py; `slow`: a channel or head that does not decay sees everything."""
+    """As `_behind` in tests/kernels/test_horizon.py; `slow`: a channel or head that does not decay sees everything."""
     model = model_of(name)
     x, state = inputs_of(model, torch.zeros(()), seed, 1)
     x = {key: y.float() for key, y in x.items()}

@@ -1,6 +1,6 @@
 """The delta engine's kernels compiled for sm_90 without a GPU: shared memory, spills, tensor-core instructions.
 
-`MAY_SPILL` has ptxas's stack frames, bytes a thread, of unpacked bf16 heads of 128; see tests/test_compile_diagonal.py.
+`MAY_SPILL` has ptxas's stack frames, bytes a thread, of unpacked bf16 heads of 128; see test_compile_diagonal.py.
 """
 
 from __future__ import annotations

@@ -404,7 +404,7 @@ def test_no_rank_goes_on_before_all_are_connected() -> None:
 
 def _run_python(script: Path, *launcher: str, **env: str) -> str:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[2])
     clean["PYTHONPATH"] = os.pathsep.join(filter(None, [root, clean.get("PYTHONPATH")]))
     command = [sys.executable, *launcher, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**clean, **env})
@@ -491,7 +491,7 @@ def test_harness() -> None:
 _LEAVES_A_POOL = """
 import os, signal
 from flexsp.testing import run_ranks
-from tests.test_group import _pid
+from tests.comm.test_group import _pid
 print(*run_ranks(_pid, 2), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -30,7 +30,7 @@ from flexsp.planner.setup import Kind, Part, Setup, Split, parse_tokens
 from flexsp.planner.splits import Plan, advice, plan, splits
 from tests.transformers_models import ALL_MODELS, make
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 GIB = 2**30
 TRANSFORMERS = pytest.importorskip("transformers")

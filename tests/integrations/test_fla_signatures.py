@@ -12,7 +12,7 @@ import pytest
 
 from flexsp import ops
 
-PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \|([^|]*)\|([^|]*)\|$", re.MULTILINE)
 
 

@@ -32,7 +32,7 @@ from tests.marks import slow
 pytestmark = pytest.mark.compiles
 
 SHARED_LIMIT = 227 * 1024
-GOLDEN = Path(__file__).parent / "golden" / "gla.py"
+GOLDEN = Path(__file__).parents[1] / "golden" / "gla.py"
 CONFIGS = [
     ("hgrn", "whole"),
     *slow(

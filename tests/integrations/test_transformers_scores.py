@@ -189,7 +189,7 @@ def test_refused() -> None:
 
 def losses_of_the_guide() -> dict[str, Any]:
     """The functions of docs/transformers.md, under "Log-probabilities, and losses made of them"."""
-    document = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
     (block,) = re.findall(r"```python\n(def grpo_loss.*?)```", document, flags=re.DOTALL)
     made: dict[str, Any] = {"torch": torch, "log_probs": log_probs}
     exec(block, made)

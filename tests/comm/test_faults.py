@@ -384,7 +384,7 @@ def test_a_rank_that_torchrun_ends_writes_its_exchanges(tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
     started = {}
     for how, status in (("no handler", -signal.SIGTERM), ("own handler", 7)):
-        env = os.environ | {"FLEXSP_DUMP": str(tmp_path / how), "PYTHONPATH": str(Path(__file__).parents[1])}
+        env = os.environ | {"FLEXSP_DUMP": str(tmp_path / how), "PYTHONPATH": str(Path(__file__).parents[2])}
         command = [sys.executable, str(tmp_path / "waiting.py"), how]
         started[how] = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True), status
     for how, (process, status) in started.items():

@@ -14,7 +14,7 @@ import pytest
 
 from flexsp.runtime.workarounds.python_parser import persistent
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_python(*args: str, timeout: float = 120, **env: str) -> str:

@@ -245,7 +245,7 @@ def test_in_another_process(tmp_path: Path) -> None:
         "assert model.runs(**x) == 'runs kernels of the engine scalar_decay', model.runs(**x)\n"
         "assert model(**x)[0].isfinite().all()\n"
     )
-    env = os.environ | INTERPRETED | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    env = os.environ | INTERPRETED | {"PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=120)
 
 

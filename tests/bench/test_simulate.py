@@ -21,7 +21,7 @@ from flexsp.launch import cli
 from flexsp.scan.schedules import SCHEDULES
 from tests.marks import slow
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 MESSAGES = [name for name in SCHEDULES if name != "chain"]
 TILE = State(1, 1, 32, 128)  # a state of one tile of 16 KiB
 

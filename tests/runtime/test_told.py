@@ -27,7 +27,7 @@ from tests.harness.interpreted import INTERPRETED
 from tests.harness.layers import LAYERS
 from tests.variants import load
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Generated kernels of states too large for one tile, whose columns chunkwise kernels take in pieces, in the
-interpreter. tests/test_generated_offline.py compiles them for sm_90.
+interpreter. tests/compiler/test_generated_offline.py compiles them for sm_90.
 """
 
 from __future__ import annotations

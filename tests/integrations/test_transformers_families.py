@@ -1,5 +1,5 @@
 """Families of transformers whose layers are seldom seen, over two ranks: shards, documents, checkpointing, generation
-and adapters. tests/test_transformers.py has each of them, and the others, in more shapes."""
+and adapters. tests/integrations/test_transformers.py has each of them, and the others, in more shapes."""
 
 from __future__ import annotations
 

@@ -105,6 +105,21 @@ def test_steps_and_resuming(tmp_path: Path) -> None:
     assert_same(again, want)
 
 
+def _other_on_one_rank(sp: Any, folder: Path) -> str:
+    from flexsp.integrations.transformers import SequenceParallelTrainer
+
+    changes = {"label_smoothing_factor": 0.1 * dist.get_rank()}
+    with as_torchrun(), pytest.raises(ValueError, match="arguments") as found:
+        SequenceParallelTrainer(parallelize(prepared("mamba2", ""), sp), settings(folder, **changes), None, Data(4))
+    return str(found.value)
+
+
+def test_arguments_that_differ_between_ranks(tmp_path: Path) -> None:
+    """All ranks are told, before any of them trains."""
+    for said in run_ranks(_other_on_one_rank, 2, tmp_path):
+        assert "label_smoothing_factor: the ranks have 0.0, 0.1 (give all of them the same)" in said
+
+
 ROWS: dict[str, tuple[int, int, str, str, dict[str, Any]]] = {
     "smoothed": (2, 1, "mamba2", "", {"label_smoothing_factor": 0.2, "per_device_train_batch_size": 3}),
     "experts": (4, 2, "qwen3_next", "", {"gradient_accumulation_steps": 3}),

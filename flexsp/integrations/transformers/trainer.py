@@ -160,6 +160,7 @@ class SequenceParallelTrainer(trl_head.Rollouts, Trainer):  # type: ignore[misc]
 
     def _problems(self) -> Iterator[str]:
         args, cut = self.args, "does not see whole sequences"
+        yield from _differing(args)
         if args.n_gpu > 1:
             yield "one process sees several GPUs (start one process a GPU, as torchrun does)"
         if args.parallelism_config is not None or self.is_deepspeed_enabled:
@@ -194,6 +195,28 @@ class _MasksOfRanks(TrainerCallback):  # type: ignore[misc]
         if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
             seed: Callable[[int], Any] = torch.cuda.manual_seed if args.device.type == "cuda" else torch.manual_seed
             seed(args.seed + self._rank)
+
+
+# Of TrainingArguments: with others on one rank, it would make other losses or steps, or wait for the others.
+_ALIKE = (
+    "label_smoothing_factor", "per_device_train_batch_size", "per_device_eval_batch_size",
+    "gradient_accumulation_steps", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type",
+    "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed", "data_seed", "bf16", "fp16", "eval_strategy",
+    "eval_steps", "save_strategy", "save_steps", "average_tokens_across_devices",
+)  # fmt: skip
+
+
+def _differing(args: Any) -> Iterator[str]:
+    """Arguments that are not the same on all ranks. Collective over all processes."""
+    mine = {name: str(getattr(args, name, None)) for name in _ALIKE}
+    every: list[Any] = [mine]
+    if dist.is_initialized():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+    for name in _ALIKE:
+        found = [x[name] for x in every]
+        if len({*found}) > 1:
+            yield f"{name}: the ranks have {', '.join(found[:8])} (give all of them the same)"
 
 
 def _ranks_of(model: Any) -> SequenceParallel:

@@ -78,12 +78,12 @@ test-all: $(VENV)/.dev
 # Another environment: where flash-linear-attention is installed, transformers imports it with each of its models.
 test-fla:
 	$(MAKE) VENV=.venv-fla .venv-fla/.fla
-	$(MAKE) VENV=.venv-fla test-all ARGS="$(wildcard tests/test_fla*.py) $(ARGS)"
+	$(MAKE) VENV=.venv-fla test-all ARGS="$(wildcard tests/integrations/test_fla*.py) $(ARGS)"
 
 # Where datasets is installed, every process that makes a trainer of transformers imports it.
 test-trl:
 	$(MAKE) VENV=.venv-trl .venv-trl/.trl
-	HF_HUB_OFFLINE=1 $(MAKE) VENV=.venv-trl test-all ARGS="tests/test_transformers_trl.py $(ARGS)"
+	HF_HUB_OFFLINE=1 $(MAKE) VENV=.venv-trl test-all ARGS="tests/integrations/test_transformers_trl.py $(ARGS)"
 
 $(VENV)/.trl: $(VENV)/.dev
 	$(PIP) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e ".[trl]"

@@ -43,7 +43,7 @@ _PUT_BY_TRITON = tuple(
     f"flexsp/kernels/{name}.py"
     for name in ("gluon", "delta/hopper_gates", "delta/hopper_channels", "delta/hopper_wy_transform")
 )
-_NOT_IN_COPIES = tuple(f"tests/test_{name}.py" for name in ("bench_documents", "mutations", "package", "wheel"))
+_NOT_IN_COPIES = ("test_bench_documents", "test_mutations", "test_package", "test_wheel")
 """They need the whole tree."""
 # Tests that go through all of a folder.
 _OF_FOLDERS = {
@@ -54,7 +54,7 @@ _OF_FOLDERS = {
     "flexsp/grammar/": ("bad_arguments", "grammar"),
 }
 _OF_REFUSALS = ("test_bad_arguments", "test_validation", "test_kept_checks")
-_BEGINS = "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"
+_BEGINS = "tests/runtime/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"
 _WAITS = ("begin", "thread_barrier", "debug_barrier", "arrived", "visible", "wait_group", "_keep_alive")
 _TYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 _BOUNDS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
@@ -393,14 +393,15 @@ def which_tests(file: str, root: Path = ROOT, most: int = 12) -> tuple[str, ...]
         return bool((module in text and own.search(text)) or (folder in text and from_folder.search(text)))
 
     def named(test: str) -> bool:
-        return path.stem.strip("_") in Path(test).stem.split("_") or test.startswith(f"tests/test_{path.stem}")
+        return path.stem.strip("_") in Path(test).stem.split("_") or Path(test).stem.startswith(f"test_{path.stem}")
 
     users = {name for name, text in _files(root).items() if name != file and imports(text)}
     of_users = Counter(test for x in MUTATIONS if x.file in users for test in x.tests)
     files = [name for name, text in _test_files(root).items() if imports(text) or named(name)]
     files.sort(key=lambda name: not (named(name) or imports((root / name).read_text())))  # else by way of tests/harness
     folders = [names for folder, names in _OF_FOLDERS.items() if file.startswith(folder)]
-    of_all = [f"tests/test_{name}.py" for names in folders for name in names]
+    stems = {f"test_{name}" for names in folders for name in names}
+    of_all = [test for test in _test_files(root) if Path(test).stem in stems]
     most_of = [[test for test, _ in found.most_common(3)] for found in (of_users, beside)]
     ranked = [*[test for test, _ in listed.most_common()], *files[:8], *most_of[0], *of_all, *most_of[1]]
     kept: list[str] = []
@@ -421,10 +422,11 @@ def _files(root: Path) -> dict[str, str]:
 def _test_files(root: Path) -> dict[str, str]:
     """The text of each, and of what it imports of tests/harness/."""
     shared = {x.stem: x.read_text() for x in (root / "tests" / "harness").glob("*.py")}
-    found = {f"tests/{x.name}": x.read_text() for x in sorted((root / "tests").glob("test_*.py"))}
+    paths = [x for x in sorted((root / "tests").rglob("test_*.py")) if "gpu" not in x.parts]
+    found = {str(x.relative_to(root)): x.read_text() for x in paths}
     names = {name: re.findall(r"tests\.harness(?:\.| import )(\w+)", text) for name, text in found.items()}
     with_shared = {name: text + "".join(shared.get(x, "") for x in names[name]) for name, text in found.items()}
-    return {name: text for name, text in with_shared.items() if name not in _NOT_IN_COPIES}
+    return {name: text for name, text in with_shared.items() if Path(name).stem not in _NOT_IN_COPIES}
 
 
 # Results --------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flexsp", "docs", "examples", "tests")
 FILES = ("pyproject.toml",)
-NEEDED = {"tests/test_fla.py": "fla", "tests/test_fla_checks.py": "fla"}  # packages without which tests are skipped
+# Packages without which tests are skipped.
+NEEDED = {f"tests/integrations/{name}.py": "fla" for name in ("test_fla", "test_fla_checks")}
 
 
 @dataclass(frozen=True)

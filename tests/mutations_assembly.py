@@ -6,12 +6,12 @@ from tests.mutate import in_file as _in
 
 __all__ = ["ASSEMBLY"]
 
-_RACES = "tests/test_races.py"
-_CODE = "tests/test_machine_code.py"
-_ARITHMETIC = "tests/test_triton_private.py::test_quick_arithmetic_is_arithmetic"
-_REWRITTEN = "tests/test_triton_private.py::test_the_quick_interpreter_rewrites_kernels_as_the_plain_one"
-_ALIKE = "tests/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
-_HALF = "tests/test_triton_private.py::test_bfloat16_in_the_interpreter"
+_RACES = "tests/testing/test_races.py"
+_CODE = "tests/runtime/test_machine_code.py"
+_ARITHMETIC = "tests/runtime/test_triton_private.py::test_quick_arithmetic_is_arithmetic"
+_REWRITTEN = "tests/runtime/test_triton_private.py::test_the_quick_interpreter_rewrites_kernels_as_the_plain_one"
+_ALIKE = "tests/runtime/test_triton_private.py::test_the_quick_interpreter_computes_and_refuses_the_same"
+_HALF = "tests/runtime/test_triton_private.py::test_bfloat16_in_the_interpreter"
 
 ASSEMBLY = [
     *_in(
@@ -28,8 +28,8 @@ ASSEMBLY = [
     ),
     *_in(
         "flexsp/testing/ptx.py",
-        ('2 * bits if "wide"', 'bits if "wide"', "wide products are cut", "tests/test_ptx.py"),
-        ("field - 2 * highest", "field", "fields have no sign", "tests/test_ptx.py"),
+        ('2 * bits if "wide"', 'bits if "wide"', "wide products are cut", "tests/testing/test_ptx.py"),
+        ("field - 2 * highest", "field", "fields have no sign", "tests/testing/test_ptx.py"),
     ),
     *_in(
         "flexsp/runtime/workarounds/unwritten_registers.py",
@@ -55,7 +55,7 @@ ASSEMBLY = [
         ("if parts[-1].isdigit() else 1\n        if parts", "if False else 1\n        if parts",
          "stmatrix stores one register", _CODE),
         ("if stack_of(cubin) else None", "if not stack_of(cubin) else None", "kernels that spill are not looked at",
-         _CODE, "tests/test_triton_private.py"),
+         _CODE, "tests/runtime/test_triton_private.py"),
         ("+ 256 if found else 0", "+ 256", "a product without descriptors cannot be read", _CODE),
         ("LookupError, OSError, ", "OSError, ", "what cannot be read is refused", _CODE),
         ("return [*returns, *([at + 1]", "return [*([at + 1]", "nothing comes behind a call", _CODE),
@@ -65,25 +65,25 @@ ASSEMBLY = [
         "flexsp/runtime/launch.py",
         ('"flexsp_registers": unwritten_registers.rules()', '"flexsp_registers": "written"', "older rules serve from the cache", _CODE),
         ("private.assembling_by(unwritten_registers.assembled)", "private.assembling_by(lambda ptx, plain: plain(ptx))",
-         "kernels are not looked at", "tests/test_generated_offline.py::test_kernels_with_a_stack_are_looked_at"),
+         "kernels are not looked at", "tests/compiler/test_generated_offline.py::test_kernels_with_a_stack_are_looked_at"),
     ),
     *_in(
         "flexsp/compiler/planning/capacity.py",
         ('"C" not in dims(x) for x', '"C" in dims(x) for x', "any product counts as that of the next state",
-         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+         "tests/compiler/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
         ("and not products.issuperset(users[load])", "", "tiles that only products read are not copied ahead",
-         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+         "tests/compiler/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
         ("if packed and flipped else 0", "if False else 0", "a document's first state needs no shared memory",
-         "tests/test_plan.py::test_documents_with_large_states_fit[gla_outer_gates]"),
+         "tests/compiler/test_plan.py::test_documents_with_large_states_fit[gla_outer_gates]"),
         ("half = _TALL[packed] if tall else", "half = 0 if tall else", "a state of 256 rows is turned in 16 KiB",
-         "tests/test_plan.py::test_estimates_of_tall_states[gla-0]"),
+         "tests/compiler/test_plan.py::test_estimates_of_tall_states[gla-0]"),
         ("anew = (packed and tall) or any(", "anew = any(", "a tall document's state is not laid out anew",
-         "tests/test_plan.py::test_estimates_of_tall_states[linear-3]"),
+         "tests/compiler/test_plan.py::test_estimates_of_tall_states[linear-3]"),
     ),
     *_in(
         "flexsp/compiler/planning/generated_plan.py",
         ("how = replace(how, stages=1)", "pass", "tiles are copied over while a product reads them",
-         "tests/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
+         "tests/compiler/test_plan.py::test_copies_wait_for_products_of_the_next_state"),
     ),
     *_in(
         "flexsp/runtime/triton_private.py",
@@ -101,8 +101,8 @@ ASSEMBLY = [
     ),
     *_in(
         "flexsp/testing/triton_hooks.py",
-        ("n - 1 - i if last_first else i", "i", "programs run by their numbers", "tests/test_bounds.py"),
-        ("and not turned.get(running[0], False)", "", "programs run the other way round", "tests/test_bounds.py"),
+        ("n - 1 - i if last_first else i", "i", "programs run by their numbers", "tests/testing/test_bounds.py"),
+        ("and not turned.get(running[0], False)", "", "programs run the other way round", "tests/testing/test_bounds.py"),
     ),
     *_in(
         "flexsp/testing/quick_arithmetic.py",

@@ -6,12 +6,12 @@ from tests.mutate import in_file as _in
 
 __all__ = ["BITWISE"]
 
-_BITS = "tests/test_bitwise.py::test_bits_do_not_depend_on_ranks"
+_BITS = "tests/ops/test_bitwise.py::test_bits_do_not_depend_on_ranks"
 _PACKED = f"{_BITS}[gla-torch.float64-True]"
 _SHARED = f"{_BITS}[mamba2_groups-torch.float16-False]"
-_OF_LAYERS = "tests/test_bitwise_layers.py"
+_OF_LAYERS = "tests/nn/test_bitwise_layers.py"
 _TRAINING = f"{_OF_LAYERS}::test_bits_of_training"
-_KERNELS = "tests/test_bitwise.py::test_bits_of_kernels_do_not_depend_on_ranks[gamma-torch.bfloat16]"
+_KERNELS = "tests/ops/test_bitwise.py::test_bits_of_kernels_do_not_depend_on_ranks[gamma-torch.bfloat16]"
 
 BITWISE = [
     *_in(
@@ -22,13 +22,13 @@ BITWISE = [
             "for x in entering or []:",
             "for x in []:",
             "one rank's last states have no gradient where those of several have zeros",
-            "tests/test_bitwise.py::test_bits_of_gradients_of_outputs_alone[kda-torch.float64-False]",
+            "tests/ops/test_bitwise.py::test_bits_of_gradients_of_outputs_alone[kda-torch.float64-False]",
         ),
         (
             "if length and at % size:",
             "if length and at % 1:",
             "shards begin inside of segments",
-            "tests/test_bitwise.py::test_shards_are_whole_segments",
+            "tests/ops/test_bitwise.py::test_shards_are_whole_segments",
         ),
         (
             "going_on = (self.begin < segment.start)",
@@ -46,7 +46,7 @@ BITWISE = [
             "and (packed or not sum(lengths)):",
             "and packed:",
             "states of a sequence without tokens do not pass through the op",
-            "tests/test_bitwise.py::test_initial_states_without_tokens",
+            "tests/ops/test_bitwise.py::test_initial_states_without_tokens",
         ),
         (
             "    return ctx.saved_tensors  # type",
@@ -106,19 +106,19 @@ BITWISE = [
             "return False if given.entered else asked",
             "return asked",
             "every segment begins a text",
-            "tests/test_bitwise.py::test_first_text_begins_with_a_weight_of_one",
+            "tests/ops/test_bitwise.py::test_first_text_begins_with_a_weight_of_one",
         ),
         (
             "2 if kind.head_first and",
             "1 if kind.head_first and",
             "heads are cut in place of tokens",
-            "tests/test_bitwise.py::test_heads_before_tokens",
+            "tests/ops/test_bitwise.py::test_heads_before_tokens",
         ),
         (
             "if kind.kernels and _at_once(",
             "if _at_once(",
             "ops run at once that are no one call of kernels",
-            "tests/test_bitwise.py::test_kernels_run_all_segments_at_once",
+            "tests/ops/test_bitwise.py::test_kernels_run_all_segments_at_once",
         ),
     ),
     *_in(
@@ -190,7 +190,7 @@ BITWISE = [
             'if schedule != "chain":\n        raise ValueError(f"schedule: expected \'chain\' with',
             'if schedule == "":\n        raise ValueError(f"schedule: expected \'chain\' with',
             "schedules whose sums have another order are taken",
-            "tests/test_bitwise.py::test_bad_groups",
+            "tests/ops/test_bitwise.py::test_bad_groups",
         ),
     ),
     *_in(

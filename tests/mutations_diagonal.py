@@ -6,29 +6,29 @@ from tests.mutate import in_file as _in
 
 __all__ = ["DIAGONAL"]
 
-_MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
-_TURNED = "tests/test_turned.py::test_against_the_rotation"
-_TURNED_IN_PYTORCH = "tests/test_turned.py::test_in_pytorch"
-_TURNED_RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
-_ANGLES = "tests/test_objectives_edges.py::test_angles_of_spectral_transitions_over_long_texts"
-_SUMS = "tests/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
-_MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
-_ENGINE = "tests/test_triton_engine.py::"
-_HORIZON = "tests/test_horizon.py::test_gates_of_all_kinds"
-_SKIPS = "tests/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
-_EDGES = "tests/test_engine_edges.py::"
+_MAMBA3 = "tests/ops/test_mamba3.py::test_against_the_token_loop"
+_TURNED = "tests/kernels/test_turned.py::test_against_the_rotation"
+_TURNED_IN_PYTORCH = "tests/kernels/test_turned.py::test_in_pytorch"
+_TURNED_RANKS = "tests/grammar/test_objectives.py::test_ranks_equal_one_rank"
+_ANGLES = "tests/grammar/test_objectives_edges.py::test_angles_of_spectral_transitions_over_long_texts"
+_SUMS = "tests/kernels/test_turned.py::test_sums_over_many_chunks[torch.bfloat16]"
+_MAMBA3_KERNELS = "tests/kernels/test_mamba3_kernels.py::test_kernels[documents]"
+_ENGINE = "tests/kernels/test_triton_engine.py::"
+_HORIZON = "tests/kernels/test_horizon.py::test_gates_of_all_kinds"
+_SKIPS = "tests/kernels/test_horizon.py::test_what_is_behind_the_horizon_is_not_walked"
+_EDGES = "tests/kernels/test_engine_edges.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
 _WEIGHTS = _ENGINE + "test_plain[own products apart, simple_gla]"
 _WRITES = _ENGINE + "test_plain[write gates, simple_gla]"
-_OTHER_GATES = "tests/test_shared_keys.py::test_of_other_gates"
-_OF_SHARED = "tests/test_shared_keys.py::test_of_mamba2[1-1]"
-_OF_BLOCKS = "tests/test_shared_keys.py::test_of_mamba2[1000-3]"
-_LONG_GATES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
-_LONG_EDGES = "tests/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
-_WALKS = "tests/test_hopper_walks.py::test_against_the_token_loop"
-_LARGE = "tests/test_compile_diagonal.py::test_what_the_interpreter_cannot_show[bf16 256-races]"
-_REFERENCE = "tests/test_reference.py::"
+_OTHER_GATES = "tests/kernels/test_shared_keys.py::test_of_other_gates"
+_OF_SHARED = "tests/kernels/test_shared_keys.py::test_of_mamba2[1-1]"
+_OF_BLOCKS = "tests/kernels/test_shared_keys.py::test_of_mamba2[1000-3]"
+_LONG_GATES = "tests/ops/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[1]"
+_LONG_EDGES = "tests/ops/test_gate_gradients.py::test_nothing_is_carried_over_chunks_in_bfloat16[4]"
+_WALKS = "tests/kernels/test_hopper_walks.py::test_against_the_token_loop"
+_LARGE = "tests/kernels/test_compile_diagonal.py::test_what_the_interpreter_cannot_show[bf16 256-races]"
+_REFERENCE = "tests/kernels/test_reference.py::"
 
 DIAGONAL = [
     *_in(
@@ -77,7 +77,7 @@ DIAGONAL = [
         ("before = valid & (rows > 0)", "before = valid", "the row above a chunk is read", _PLAIN),
         ("dS += written(qc, read_weight, oc, V, DOT, PREC)", "dS += written(qc, read_weight if GATED else None, oc, V, DOT, PREC) * (1.0 if GATED else scale)",
          "operands of products held over turns need a third buffer",
-         "tests/test_compile_diagonal.py::test_shared_memory_without_learned_gates"),
+         "tests/kernels/test_compile_diagonal.py::test_shared_memory_without_learned_gates"),
         ("arrived = _all_of(read_sums, at // C, READ_TILES, READ_BK)", "arrived = tl.sum(read, axis=0)",
          "rounded reads are carried from chunk to chunk", _LONG_GATES),
         ("departed = _all_of(write_sums, at // C, TILES, BK)", "departed = tl.sum(previous, axis=0)",
@@ -86,7 +86,7 @@ DIAGONAL = [
          "_inner_by_rows(ends + (at_doc * per_chunk + tile) * BK, S.to(DOT).to(tl.float32), end",
          "rounded last states are carried from chunk to chunk", _LONG_GATES.replace("[1]", "[packed]")),
         ("ROUNDING * ROUNDING * carried)", "1.0e30 * carried)", "what passes strong decay is always dropped",
-         "tests/test_scalar_decay.py::test_gradients_of_gates_before_strong_decay"),
+         "tests/compiler/test_scalar_decay.py::test_gradients_of_gates_before_strong_decay"),
         ("straddle += arrived", "straddle += 0.0", "reads do not straddle", _ENGINE + "test_segments[1]"),
         ("straddle = tl.where(last, edge, straddle)", "straddle = straddle",
          "what straddles a document's end stays", _ENGINE + "test_segments[1]"),
@@ -127,21 +127,21 @@ DIAGONAL = [
         ("range(0, self.plan.n_seg, self._segments)", "range(0, 1, self._segments)", "one piece of the tokens only",
          _OF_BLOCKS),
         ("first_chunk = first * p.per_seg", "first_chunk = first", "pieces begin at chunks of others",
-         "tests/test_shared_keys.py::test_of_other_gates[2]"),
+         "tests/kernels/test_shared_keys.py::test_of_other_gates[2]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/step_sizes.py",
         ("b - tl.log2(_positive(step).to(gate.dtype.element_ty))", "b", "keys are not multiplied by their steps", _SSD),
         ("tl.where((step >= 0.0) & (step < _LEAST), _LEAST, step)", "step", "steps of 0 have no gradient",
-         "tests/test_ssd.py::test_steps_of_zero"),
+         "tests/ops/test_ssd.py::test_steps_of_zero"),
         ("written / _positive(step)) * slope", "written / _positive(step))", "the gradient of dt without softplus's",
          _SSD),
         ("valid & ~(step * slow <= GATE_MIN)", "valid", "gates that are clamped have a gradient",
-         "tests/test_ssd.py::test_gates_that_are_clamped"),
+         "tests/ops/test_ssd.py::test_gates_that_are_clamped"),
         ("tl.where((step < least) | (step > most), 0.0, slope)", "slope", "steps beyond their limits have a gradient",
-         "tests/test_ssd.py::test_limits_of_steps"),
+         "tests/ops/test_ssd.py::test_limits_of_steps"),
         ("step = tl.where(i < length, step, 0.0)", "pass", "the least step goes on behind the last token",
-         "tests/test_ssd.py::test_limits_of_steps"),
+         "tests/ops/test_ssd.py::test_limits_of_steps"),
         ("(of_gate * slow + written", "(of_gate + written", "the gradient of dt without A", _SSD),
         ("to_A += of_gate * step", "to_A += of_gate", "the gradient of A without the step", _SSD),
         ("x + (i[:, None] * H + group * GROUP) * N", "x + (i[:, None] * H + group) * N", "other heads than the group's",
@@ -214,23 +214,23 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/tiling.py",
-        ("// choice.chunk) + n_docs", "// choice.chunk)", "documents have no chunks of their own", "tests/test_plans_cover.py"),
+        ("// choice.chunk) + n_docs", "// choice.chunk)", "documents have no chunks of their own", "tests/compiler/test_plans_cover.py"),
         ("max(1, -(-n_chunks // per_seg)), pieces", "max(1, n_chunks // per_seg), pieces", "the last segment is left out",
-         "tests/test_plans_cover.py"),
+         "tests/compiler/test_plans_cover.py"),
         ("n_chunks, B * H, device", "n_chunks, B, device", "segments do not count heads",
-         "tests/test_plans_cover.py"),
+         "tests/compiler/test_plans_cover.py"),
     ),
     *_in(
         "flexsp/kernels/diagonal/op.py",
         ('n_docs, self.gate == "g", self', "n_docs, False, self", "heads of 128 x 128 leave sums of gates in Triton",
-         "tests/test_compile_diagonal.py::test_shared_memory[bf16 128]"),
+         "tests/kernels/test_compile_diagonal.py::test_shared_memory[bf16 128]"),
         ("torch.promote_types(q.dtype, torch.float32), [v", "q.dtype, [v", "values with weights are rounded in PyTorch",
-         "tests/test_mlstm.py::test_nothing_is_rounded_before_the_quotient"),
+         "tests/ops/test_mlstm.py::test_nothing_is_rounded_before_the_quotient"),
     ),
     *_in(
         "flexsp/kernels/diagonal/hopper_plan.py",
         ('"BY_TOKEN": skip == "w"', '"BY_TOKEN": False', "walks in Gluon take weights of tokens for those of heads",
-         "tests/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
+         "tests/kernels/test_launch_plan.py::test_nothing_is_read_before_it_is_written_in_the_engine"),
         ('"STRICT": plan.strict', '"STRICT": False', "walks in Gluon have tokens' own products", _WALKS + "[128, weights]"),
         ('"PART": n}) for n in (0, 1)', '"PART": n}) for n in (0, 2)', "halves of values add to another half's gradients",
          _WALKS + "[two halves]"),
@@ -246,11 +246,11 @@ DIAGONAL = [
          _WALKS + "[gates]"),
         ("(X - X.to(gl.bfloat16).to(gl.float32)).to(gl.bfloat16)", "(X * 0.0).to(gl.bfloat16)",
          "what large states lose in bf16 is carried from chunk to chunk",
-         "tests/test_gate_gradients.py::test_sums_over_chunks_take_states_in_full[128-256]"),
+         "tests/ops/test_gate_gradients.py::test_sums_over_chunks_take_states_in_full[128-256]"),
         ("found, Y = warpgroup_mma_wait(0, [found, Y])\n            held = gl.convert_layout(Y",
          "found = warpgroup_mma_wait(0, [found])\n            held = gl.convert_layout(Y",
          "products of large states wait for each other",
-         "tests/test_compile_diagonal.py::test_bf16_products_use_wgmma[bf16 256]"),
+         "tests/kernels/test_compile_diagonal.py::test_bf16_products_use_wgmma[bf16 256]"),
         ("(found.to(gl.float32) + there.to(gl.float32)).to(gl.bfloat16)", "there",
          "the second half of wide values leaves no gradients of keys", _WALKS + "[two halves]"),
         ("(gl.num_programs(1) * PARTS // H)", "(gl.num_programs(1) // H)",
@@ -309,9 +309,9 @@ DIAGONAL = [
         ("turn_rows(initial, -_TURN * start)", "turn_rows(initial, _TURN * start)", "first states turn the other way round", _MAMBA3_KERNELS),
         ("final = final if end is None else turn_rows(final, _TURN * end)", "pass", "last states do not turn", _MAMBA3_KERNELS),
         ("torch.cat([first, first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:])], 2)", "torch.cat([first.new_zeros(*x.shape[:2], R - 1, *x.shape[2:]), first], 2)",
-         "a token turns at its last row", "tests/test_mamba3.py::test_against_the_token_loop[dtype0-mimo]"),
+         "a token turns at its last row", "tests/ops/test_mamba3.py::test_against_the_token_loop[dtype0-mimo]"),
         ("    if not T and sp is None:\n        turns = None", "    if False:\n        turns = None", "states that nothing turns are turned there and back",
-         "tests/test_mamba3.py::test_no_tokens[siso]"),
+         "tests/ops/test_mamba3.py::test_no_tokens[siso]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/value_turns.py",
@@ -329,15 +329,15 @@ DIAGONAL = [
         ("F.pad(x, (0, more)).unflatten(-1, (blocks.n, blocks.width // 2)).flatten(2, 3)", "F.pad(x, (more, 0)).unflatten(-1, (blocks.n, blocks.width // 2)).flatten(2, 3)",
          "angles are of other columns", _TURNED + "[wide values, of which some turn]"),
         ("2 * turned_values.shape[-1] > v.shape[-1]", "turned_values.shape[-1] > v.shape[-1]", "columns are turned that are not there",
-         "tests/test_turned.py::test_angles_of_too_many_columns_are_refused"),
+         "tests/kernels/test_turned.py::test_angles_of_too_many_columns_are_refused"),
     ),
     *_in(
         "flexsp/scan/chunks.py",
-        ("angles=by[:, :, :, -1])", "angles=0 * by[:, :, :, -1])", "groups of chunks do not turn what passes them", "tests/test_chunks.py::test_states_that_chunks_turn"),
-        ("turned.turn(entering, by[:, :, :, :-1])", "entering", "chunks of a group do not turn what enters it", "tests/test_chunks.py::test_states_that_chunks_turn"),
-        ("S = turned.turn(S, turned.angles.select(axis, c))", "pass", "chunks do not turn what passes them", "tests/test_chunks.py::test_states_that_chunks_turn"),
+        ("angles=by[:, :, :, -1])", "angles=0 * by[:, :, :, -1])", "groups of chunks do not turn what passes them", "tests/scan/test_chunks.py::test_states_that_chunks_turn"),
+        ("turned.turn(entering, by[:, :, :, :-1])", "entering", "chunks of a group do not turn what enters it", "tests/scan/test_chunks.py::test_states_that_chunks_turn"),
+        ("S = turned.turn(S, turned.angles.select(axis, c))", "pass", "chunks do not turn what passes them", "tests/scan/test_chunks.py::test_states_that_chunks_turn"),
         ("torch.zeros_like(turned.angles[:, :, :, 0]), cut, 3)", "torch.zeros_like(turned.angles[:, :, :, 0]), None, 3)", "what is not finite turns documents before",
-         "tests/test_chunks.py::test_nothing_turns_what_is_before_a_cut"),
+         "tests/scan/test_chunks.py::test_nothing_turns_what_is_before_a_cut"),
     ),
     *_in(
         "flexsp/kernels/reference.py",
@@ -347,7 +347,7 @@ DIAGONAL = [
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
-        ("angles.masked_fill((later > 0).view(-1, 1), 0.0)", "angles", "documents turn those before them", "tests/test_objectives_edges.py::test_what_is_not_finite_stays_in_its_document[spectral]"),
+        ("angles.masked_fill((later > 0).view(-1, 1), 0.0)", "angles", "documents turn those before them", "tests/grammar/test_objectives_edges.py::test_what_is_not_finite_stays_in_its_document[spectral]"),
         ("before.masked_fill(cut, 0.0)", "before", "documents answer to those before them", _TURNED_RANKS + "[spectral-packed]"),
         ("rotate(found, -self.of_values)", "found", "outputs do not answer for psi", _TURNED_IN_PYTORCH + "[columns]"),
         ("S if of_values is None else rotate(S, of_columns)", "S", "states do not turn their columns", _TURNED_IN_PYTORCH + "[columns]"),

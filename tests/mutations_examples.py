@@ -7,7 +7,7 @@ from tests.mutate import in_file as _in
 __all__ = ["EXAMPLES"]
 
 _TEST = "tests/test_synthetics.py::"
-_DOCUMENTS = "tests/test_bench_documents.py::"
+_DOCUMENTS = "tests/bench/test_bench_documents.py::"
 _STOPS = _TEST + "test_training_stops_once_all_lengths_are_solved"
 _BATCHES = _TEST + "test_batches_are_fresh_and_tests_are_not"
 _TABLE = _TEST + "test_a_table_of_a_file"
@@ -66,7 +66,7 @@ EXAMPLES = [
         ('key=lambda result: str(result["environment"]["date"])', "key=lambda result: 0", "an earlier step is shown",
          _DOCUMENTS + "test_of_the_same_training_step_the_newest_is_shown"),
         (" if any(ratio for _, ratio in by.values())", "", "layers without another library are among the ratios",
-         "tests/test_bench_released.py::test_tables_of_released_layers"),
+         "tests/bench/test_bench_released.py::test_tables_of_released_layers"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

@@ -7,8 +7,8 @@ from tests.mutate import in_file as _in
 
 __all__ = ["FAULTS"]
 
-_CAUSE = "tests/test_root_cause.py::"
-_FAULTS = "tests/test_faults.py::"
+_CAUSE = "tests/comm/test_root_cause.py::"
+_FAULTS = "tests/comm/test_faults.py::"
 _WAITED = _FAULTS + "test_traces_of_ranks_that_waited"
 _DIFFERENT = _FAULTS + "test_traces_of_ranks_in_different_calls"
 _CIRCLE = _FAULTS + "test_traces_of_ranks_that_wait_for_each_other"
@@ -106,11 +106,11 @@ FAULTS = [
     *_in(
         "flexsp/launch/cli.py",
         ("        _run_first(words)\n", "        pass\n", "registered transports have no names on the command line",
-         "tests/test_cli.py::test_registered_transports_have_names_on_the_command_line"),
+         "tests/launch/test_cli.py::test_registered_transports_have_names_on_the_command_line"),
     ),
     *_in(
         "flexsp/launch/bootstrap.py",
         ("            if not bool((gone == want).all()):", "            if False:", "a state that arrived wrong passes",
-         "tests/test_transport.py::test_a_trial_of_a_transport[wrong]"),
+         "tests/comm/test_transport.py::test_a_trial_of_a_transport[wrong]"),
     ),
 ]

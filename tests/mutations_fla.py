@@ -8,10 +8,10 @@ from tests.mutate import in_file as _in
 
 __all__ = ["FLA"]
 
-_MODELS = "tests/test_fla.py::test_some_models_equal_the_whole_ones"
-_LAYERS = "tests/test_fla.py::test_some_layers_equal_the_whole_ones"
-_FUNCTIONS = "tests/test_fla_functions.py::"
-_CHECKS = "tests/test_fla_checks.py::"
+_MODELS = "tests/integrations/test_fla.py::test_some_models_equal_the_whole_ones"
+_LAYERS = "tests/integrations/test_fla.py::test_some_layers_equal_the_whole_ones"
+_FUNCTIONS = "tests/integrations/test_fla_functions.py::"
+_CHECKS = "tests/integrations/test_fla_checks.py::"
 
 FLA = [
     *_in(
@@ -54,7 +54,7 @@ FLA = [
     *_in(
         "flexsp/nn/norm.py",
         ('check_choice("activation", activation, ("silu", "sigmoid"))', "pass", "norms take any activation",
-         "tests/test_gated_layers.py::test_an_activation_that_a_norm_has_not_is_refused"),
+         "tests/nn/test_gated_layers.py::test_an_activation_that_a_norm_has_not_is_refused"),
     ),
     *_in(
         "flexsp/nn/exactness.py",
@@ -62,7 +62,7 @@ FLA = [
          "layers of an integration are refused in a wrapped model",
          _FUNCTIONS + "test_the_wrapper_takes_layers_that_run_over_ranks"),
         ("if len(file.parts) > 1", "if len(file.parts) >= 1", "packages of one file are not known",
-         "tests/test_exactness.py::test_packages_of_one_file_are_known"),
+         "tests/nn/test_exactness.py::test_packages_of_one_file_are_known"),
     ),
     *_in(
         "flexsp/integrations/fla/check.py",

@@ -6,56 +6,56 @@ from tests.mutate import in_file as _in
 
 __all__ = ["GATES"]
 
-_GDN2, _GDN2_DECODED = (f"tests/test_ops.py::{x}" for x in (
+_GDN2, _GDN2_DECODED = (f"tests/ops/test_ops.py::{x}" for x in (
     "test_against_the_token_loop[gdn2-float64]", "test_recurrent_ops_of_programs[gdn2-dtype1]",
 ))  # fmt: skip
-_OPS = "tests/test_vector_gates.py::test_against_the_token_loop"
-_SIZES = "tests/test_vector_gates.py::test_gates_of_all_sizes"
-_RAW = "tests/test_raw_gates.py::test_against_float64"
+_OPS = "tests/ops/test_vector_gates.py::test_against_the_token_loop"
+_SIZES = "tests/ops/test_vector_gates.py::test_gates_of_all_sizes"
+_RAW = "tests/kernels/test_raw_gates.py::test_against_float64"
 _THEN = " + p, valid, C)\n            starts = starts_of(unit, c, b, doc, first, PACKED, UNIT)\n        dos"
-_LRU = "tests/test_vector_state.py::test_rg_lru_in_kernels"
+_LRU = "tests/kernels/test_vector_state.py::test_rg_lru_in_kernels"
 _LRU_FIRST = _LRU + "[first tokens-float32-1000]"
 _LRU_DOCUMENTS = _LRU + "[documents-bfloat16-1000]"
 _LRU_LONG = _LRU + "[several programs-float16-1]"
 _LRU_CLOSED = _LRU + "[gates that close-float32-1000]"
-_LAYERS = "tests/test_gated_layers.py::test_formulas"
-_RWKV7 = "tests/test_rwkv7_layer.py::test_formulas"
-_MAMBA3 = "tests/test_mamba3.py::test_against_the_token_loop"
-_BY_KERNEL = "tests/test_exchange_by_kernel.py::"
-_MAMBA3_RANKS = "tests/test_mamba3.py::test_ranks_equal_one_rank"
-_MAMBA3_LAYER = "tests/test_mamba3.py::test_the_layers_formula"
-_MAMBA3_KERNELS = "tests/test_mamba3_kernels.py::test_kernels[documents]"
-_MAMBA3_ROW = "tests/test_mamba3_kernels.py::test_kernels[one row, documents]"
-_MAMBA3_PARTS = "tests/test_mamba3_kernels.py::test_parts"
-_TOKENS = "tests/test_hopper_delta.py::test_against_the_token_loop"
+_LAYERS = "tests/nn/test_gated_layers.py::test_formulas"
+_RWKV7 = "tests/nn/test_rwkv7_layer.py::test_formulas"
+_MAMBA3 = "tests/ops/test_mamba3.py::test_against_the_token_loop"
+_BY_KERNEL = "tests/scan/test_exchange_by_kernel.py::"
+_MAMBA3_RANKS = "tests/ops/test_mamba3.py::test_ranks_equal_one_rank"
+_MAMBA3_LAYER = "tests/ops/test_mamba3.py::test_the_layers_formula"
+_MAMBA3_KERNELS = "tests/kernels/test_mamba3_kernels.py::test_kernels[documents]"
+_MAMBA3_ROW = "tests/kernels/test_mamba3_kernels.py::test_kernels[one row, documents]"
+_MAMBA3_PARTS = "tests/kernels/test_mamba3_kernels.py::test_parts"
+_TOKENS = "tests/kernels/test_hopper_delta.py::test_against_the_token_loop"
 _STRENGTHS = _TOKENS + "[strengths, alike]"
-_CHUNKS = "tests/test_hopper_channels.py::test_against_float64"
-_MAMBA3_OVER = "tests/test_mamba3_kernels.py::test_documents_over_ranks"
+_CHUNKS = "tests/kernels/test_hopper_channels.py::test_against_float64"
+_MAMBA3_OVER = "tests/kernels/test_mamba3_kernels.py::test_documents_over_ranks"
 
-_HALF = "tests/test_generated_programs.py::test_scores_kernels_of_bfloat16"
+_HALF = "tests/compiler/test_generated_programs.py::test_scores_kernels_of_bfloat16"
 
-_CANCELS = "tests/test_gated_keys.py::test_what_pairs_of_tokens_add_to_gates_cancels"
-_TOLD = "tests/test_gated_keys.py::test_small_gates_are_told"
-_PANELS = "tests/test_reflections.py::test_values_in_panels"
-_RANK_ONE = "tests/test_gated_transition.py::"
+_CANCELS = "tests/compiler/test_gated_keys.py::test_what_pairs_of_tokens_add_to_gates_cancels"
+_TOLD = "tests/compiler/test_gated_keys.py::test_small_gates_are_told"
+_PANELS = "tests/compiler/test_reflections.py::test_values_in_panels"
+_RANK_ONE = "tests/compiler/test_gated_transition.py::"
 _FIRST = "test_what_pairs_of_tokens_add_to_gates_cancels"
-_SUMS_OF_HGRN2 = "tests/test_gate_gradients.py::test_gates[hgrn2]"
+_SUMS_OF_HGRN2 = "tests/ops/test_gate_gradients.py::test_gates[hgrn2]"
 
 GATES = [
     *_in(
         "flexsp/kernels/raw_gates_in_pytorch.py",
         ("clamp(max=MOST_LOG[dtype]).exp()", "exp()", "gradients of steep raw gates are NaN",
-         "tests/test_ops.py::test_raw_gates_of_any_steepness"),
+         "tests/ops/test_ops.py::test_raw_gates_of_any_steepness"),
         ("raw = x.to(dtype) if bias", "raw = x if bias", "raw gates and step sizes are activated in half precision",
-         "tests/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
+         "tests/ops/test_ops.py::test_raw_gates_and_steps_in_half_precision_are_activated_in_float32"),
     ),
     *_in(
         "flexsp/kernels/raw_gates.py",
         ("else x.contiguous()\n", "else x\n", "raw gates of heads that lie apart are read one beside the other", _RAW),
         ("tl.minimum(log, _MOST_LOG, propagate_nan=tl.PropagateNan.ALL)", "log", "steep gates have infinite slopes",
-         "tests/test_raw_gates.py::test_gates_of_any_steepness"),
+         "tests/kernels/test_raw_gates.py::test_gates_of_any_steepness"),
         ("learned = ~(log > _MOST_LOG)", "learned = log > -1e9", "slopes that are cut have gradients",
-         "tests/test_raw_gates.py::test_gates_of_any_steepness"),
+         "tests/kernels/test_raw_gates.py::test_gates_of_any_steepness"),
         ("of_slope -= grad * value\n", "of_slope -= grad * value * slope[None, :]\n", "a slope is counted twice", _RAW),
         ("of_slope += grad * raw\n", "of_slope += grad * raw * slope[None, :]\n",
          "a slope of sigmoids is counted twice", _RAW),
@@ -67,48 +67,48 @@ GATES = [
          "(row * x_st)[:, None] + cols[None, :]\n    raw",
          "sequences are read one behind the other", _RAW),
         ("tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS", "offsets of raw gates overflow",
-         "tests/test_raw_gates.py::test_offsets_are_of_64_bits"),
+         "tests/kernels/test_raw_gates.py::test_offsets_are_of_64_bits"),
         ("for d, wanted in zip(found, ctx", "for d, wanted in zip(found[::-1], ctx",
          "parameters have each other's gradients",
-         "tests/test_raw_gates.py::test_gradients_of_one_of_three"),
+         "tests/kernels/test_raw_gates.py::test_gradients_of_one_of_three"),
         ("make = torch.empty if x.numel() else", "make = torch.empty if True else",
          "parameters of no tokens have any gradients",
-         "tests/test_raw_gates.py::test_gradients_of_one_of_three"),
+         "tests/kernels/test_raw_gates.py::test_gradients_of_one_of_three"),
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
         ("clamped(tokens[name]) for name", "tokens[name] for name", "programs get gates in PyTorch that nobody clamped",
-         "tests/test_gated_keys.py::test_the_op_clamps_gates_where_no_kernel_does"),
+         "tests/compiler/test_gated_keys.py::test_the_op_clamps_gates_where_no_kernel_does"),
     ),
     *_in(
         "flexsp/ops/hgrn2.py",
         ('"g": g}, scale', '"g": programs.clamped(g, q)}, scale', "PyTorch makes gates of float32 for kernels",
-         "tests/test_beside_kernels.py::test_kernels_read_what_calls_bring[hgrn2-12]"),
+         "tests/kernels/test_beside_kernels.py::test_kernels_read_what_calls_bring[hgrn2-12]"),
     ),
     *_in(
         "flexsp/compiler/backend/generated_kernels.py",
         ("most > WHOLE or state[1] > MOST or", "most > WHOLE or", "kernels hold all columns of wide values at once",
-         "tests/test_large_values.py::test_wide_values_are_taken_in_pieces"),
+         "tests/compiler/test_large_values.py::test_wide_values_are_taken_in_pieces"),
     ),
     *_in(
         "flexsp/kernels/gates.py",
         ("torch.float64: -800.0", "torch.float64: -104.0", "closed gates let e^-104 pass in float64",
-         "tests/test_clamped_gates.py::test_a_gate_of_any_size"),
+         "tests/grammar/test_clamped_gates.py::test_a_gate_of_any_size"),
         ("torch.float32: -104.0", "torch.float32: -80.0", "closed gates let e^-80 pass in float32",
-         "tests/test_clamped_gates.py::test_a_gate_that_is_0"),
+         "tests/grammar/test_clamped_gates.py::test_a_gate_that_is_0"),
     ),
     *_in(
         "flexsp/compiler/frontend/program.py",
         ("with_wide_sums(traced.module) if wide_sums else", "with_wide_sums(traced.module) if False else",
          "differences of running sums lose digits",
-         "tests/test_clamped_gates.py::test_strong_gates_cost_chunks_no_digits[gla]"),
+         "tests/grammar/test_clamped_gates.py::test_strong_gates_cost_chunks_no_digits[gla]"),
     ),
     *_in(
         "flexsp/comm/derivatives.py",
         ("x = x if x.stride() == stride else x.contiguous()", "pass", "kernels read saved tensors in other strides",
-         "tests/test_derivatives.py::test_saved_tensors_may_come_back_in_other_strides"),
+         "tests/ops/test_derivatives.py::test_saved_tensors_may_come_back_in_other_strides"),
         ("if x.dtype != dtype:", "if False:", "kernels read saved tensors of another type",
-         "tests/test_derivatives.py::test_changed_saved_tensors_are_refused"),
+         "tests/ops/test_derivatives.py::test_changed_saved_tensors_are_refused"),
     ),
     *_in(
         "flexsp/compiler/backend/intrinsic_kernels.py",
@@ -139,29 +139,29 @@ GATES = [
     *_in(
         "flexsp/runtime/clean_thread.py",
         ("if torch.compiler.is_dynamo_compiling():", "if False:", "torch.compile works beside the thread of a tracer",
-         "tests/test_tracing.py::test_nothing_is_compiled_beside_work_elsewhere"),
+         "tests/comm/test_tracing.py::test_nothing_is_compiled_beside_work_elsewhere"),
     ),
     *_in(
         "flexsp/ops/_programs.py",
         ("gates.clamped(wide(g, like))", "wide(g, like).clamp(min=-1e9)",
          "gates are not clamped", _SIZES),
         ("contiguous(turned(state)) if call.state_v_first else state", "state",
-         "final states have keys first", "tests/test_vector_gates.py::test_states_with_values_first"),
+         "final states have keys first", "tests/ops/test_vector_gates.py::test_states_with_values_first"),
         ("new if bonus is None else S", "new if bonus is None else new", "decoding reads twice what it wrote",
-         "tests/test_vector_gates.py::test_token_by_token"),
+         "tests/ops/test_vector_gates.py::test_token_by_token"),
         (".__float__()  # float(x) would leave a symbol", "", "graphs break where a factor is a symbol",
-         "tests/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[rwkv7]"),
+         "tests/compiler/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[rwkv7]"),
         ("    if last is state:\n", "    if False:\n", "the state of no tokens is the one that was given",
-         "tests/test_vector_gates.py::test_no_tokens"),
+         "tests/ops/test_vector_gates.py::test_no_tokens"),
     ),
     *_in(
         "flexsp/ops/rg_lru.py",
         ("-torch.expm1(2 * g)", "-torch.expm1(g)", "inputs are weighed by another root", _OPS),
         ("torch.where(closed, 1.0, x).sqrt()", "x.sqrt()", "a gate that underflowed has no gradient", _SIZES),
         ("torch.arange(start, start + 1, ", "torch.arange(0, 1, ", "every rank's first token has a weight of 1",
-         "tests/test_gated_layers.py::test_recurrent_gemma", _LRU + "_over_ranks[None]"),
+         "tests/nn/test_gated_layers.py::test_recurrent_gemma", _LRU + "_over_ranks[None]"),
         ("(document < N) & begin[document", "(document < N) | begin[document",
-         "documents that go on have a first token", "tests/test_vector_gates.py::test_unit_start"),
+         "documents that go on have a first token", "tests/ops/test_vector_gates.py::test_unit_start"),
     ),
     *_in(
         "flexsp/kernels/vector/rg_lru.py",
@@ -205,50 +205,50 @@ GATES = [
     *_in(
         "flexsp/kernels/vector/vector_state.py",
         ("GATED if self.inputs.gated else LIMITS", "LIMITS", "gates have twice the channels that registers hold",
-         "tests/test_vector_state.py::test_what_the_interpreter_cannot_show[RG-LRU]"),
+         "tests/kernels/test_vector_state.py::test_what_the_interpreter_cannot_show[RG-LRU]"),
     ),
     *_in(
         "flexsp/nn/layers.py",
-        ('"dt_limit": self.dt_limit,', "", "steps of Mamba-2 have no limits", "tests/test_layer_formulas.py"),
+        ('"dt_limit": self.dt_limit,', "", "steps of Mamba-2 have no limits", "tests/nn/test_layer_formulas.py"),
         ("gate_first=not norm_before_gate", "gate_first=True", "the gate is always first",
-         "tests/test_layer_formulas.py"),
+         "tests/nn/test_layer_formulas.py"),
     ),
     *_in(
         "flexsp/nn/conv.py",
         ("y.masked_fill((since < 0)[None, :, None], 0.0)", "y", "biases stand behind the last document",
-         "tests/test_layers.py::test_tokens_behind_the_last_document"),
+         "tests/nn/test_layers.py::test_tokens_behind_the_last_document"),
     ),
     *_in(
         "flexsp/nn/recurrent.py",
         ("without_tail(y, cu_seqlens, resolve_sp(None, keeps_bits=True))", "y",
          "a bias stands behind the last document",
-         "tests/test_layers.py::test_tokens_behind_the_last_document"),
+         "tests/nn/test_layers.py::test_tokens_behind_the_last_document"),
         ("return convolution(x, cu_seqlens), None", "return convolution(x, None), None",
-         "convolutions reach across documents", "tests/test_gated_layers.py::test_documents_are_separate"),
+         "convolutions reach across documents", "tests/nn/test_gated_layers.py::test_documents_are_separate"),
         ("**arguments, initial_state=state)", "**arguments, initial_state=None if state is None else state.detach())",
-         "a step has no gradient through the state", "tests/test_layers.py::test_decoding_equals_parallel[hgrn]"),
+         "a step has no gradient through the state", "tests/nn/test_layers.py::test_decoding_equals_parallel[hgrn]"),
         ("return convolution.prefill(x, conv_cache)", "return convolution.prefill(x, conv_cache)[0], conv_cache",
-         "a prompt leaves no inputs to the convolutions", "tests/test_gated_layers.py::test_decoding"),
+         "a prompt leaves no inputs to the convolutions", "tests/nn/test_gated_layers.py::test_decoding"),
     ),
     *_in(
         "flexsp/nn/gated_layers.py",
         ("x.repeat_interleave(repeats, dim=2)", "x.repeat(1, 1, repeats, 1)", "heads read other groups' keys", _LAYERS),
         ("g = g.clamp(min=self.clamp_min)", "pass", "the least gate has no effect", _LAYERS),
         ("bound.clamp(min=torch.finfo(g.dtype).tiny)", "bound", "a bound of 0 has no gradient",
-         "tests/test_gated_layers.py::test_the_least_gate_has_a_gradient"),
+         "tests/nn/test_gated_layers.py::test_the_least_gate_has_a_gradient"),
         ("(F.silu(_wide(i)) * -g.expm1())", "(_wide(i) * -g.expm1())", "HGRN's inputs are not activated", _LAYERS),
         ('F.silu(q), "v"', 'q, "v"', "HGRN2's queries are not activated", _LAYERS),
         ("heads @ self.input_gate_weight", "heads @ self.recurrent_gate_weight", "both gates have one map", _LAYERS),
         ("torch.ones_like(begun) if", "begun if", "every call with a cache begins a text",
-         "tests/test_gated_layers.py::test_decoding"),
+         "tests/nn/test_gated_layers.py::test_decoding"),
         ("-most.log() / 8", "-most.log() / 4", "the initial decays are other ones",
-         "tests/test_gated_layers.py::test_initialisation"),
+         "tests/nn/test_gated_layers.py::test_initialisation"),
     ),
     *_in(
         "flexsp/variants/rwkv7.py",
         ("g.cumsum(0) - g  # a token", "g.cumsum(0)  # a token", "what is removed is read after the decay", _OPS),
         (", exact_repeats=True)", ")", "one key and rates up to 1 stay in chunks",
-         "tests/test_reflections.py::test_against_token_loops[rwkv7]"),
+         "tests/compiler/test_reflections.py::test_against_token_loops[rwkv7]"),
         ("(b * left).T @ (w @ prev_s)", "(b * left).T @ (w @ chunk_state)", "what a chunk removes is read elsewhere",
          _OPS),
         ("decayed_scores(q, b, since) @ reads", "decayed_scores(q, b, since) @ u",
@@ -307,64 +307,64 @@ GATES = [
          _GDN2_DECODED),
         ("keys * erase, values * write", "keys, values * write", "decoding erases all", _GDN2_DECODED),
         ("    _delta.check_raw_gates(use_gate_in_kernel, A_log, dt_bias)\n", "", "a rate that nothing reads is taken",
-         "tests/test_peers_calls.py::test_raw_gates_that_nothing_reads_are_refused"),
+         "tests/ops/test_peers_calls.py::test_raw_gates_that_nothing_reads_are_refused"),
     ),
     *_in(
         "flexsp/nn/delta_layers.py",
         ("(y.repeat_interleave(repeats, 2) for y in (g, b))", "(y.repeat(1, 1, repeats, 1) for y in (g, b))",
-         "value heads have other heads' strengths", "tests/test_delta_layers.py::test_formulas[gdn2]"),
+         "value heads have other heads' strengths", "tests/nn/test_delta_layers.py::test_formulas[gdn2]"),
         ("2 * b if self.allow_neg_eigval else b", "b", "erasing never reflects",
-         "tests/test_delta_layers.py::test_formulas[gdn2, negative]"),
+         "tests/nn/test_delta_layers.py::test_formulas[gdn2, negative]"),
     ),
     *_in(
         "flexsp/ops/rwkv7.py",
         ("removed = (removes[:, t] * state)", "removed = (removes[:, t] * decay[:, t].unsqueeze(-1) * state)",
-         "decoding reads the decayed state", "tests/test_vector_gates.py::test_token_by_token"),
+         "decoding reads the decayed state", "tests/ops/test_vector_gates.py::test_token_by_token"),
     ),
     *_in(
         "flexsp/nn/attention/layer.py",
         ("torch.arange(cache.seen, cache.seen + T,", "torch.arange(kept, kept + T,",
          "positions stop growing once the window is full",
-         "tests/test_layers.py::test_decoding_equals_parallel[attention-window]"),
+         "tests/nn/test_layers.py::test_decoding_equals_parallel[attention-window]"),
     ),
     *_in(
         "flexsp/nn/delta_layers.py",
         ("torch.full_like(q[..., 0], 2.0 if self.allow_neg_eigval else 1.0)",
          "torch.ones_like(q[..., 0])", "a rate of 2 without beta is 1",
-         "tests/test_delta_layers.py::test_formulas[delta, relu]"),
+         "tests/nn/test_delta_layers.py::test_formulas[delta, relu]"),
     ),
     *_in(
         "flexsp/nn/start.py",
         ("source = 0 if drawn else None", "source = None", "ranks hold parts of different matrices",
-         "tests/test_start.py::test_deferred_under_fsdp[rwkv7]"),
+         "tests/nn/test_start.py::test_deferred_under_fsdp[rwkv7]"),
         ("            bias(self.bias)", "            pass", "biases that begin as numbers of their own are not reset",
-         "tests/test_start.py::test_deferred_is_as_constructed[mlstm]"),
+         "tests/nn/test_start.py::test_deferred_is_as_constructed[mlstm]"),
     ),
     *_in(
         "flexsp/nn/norm.py",
         ("if compiling else f", "if False else f", "graphs break where sizes are symbols",
-         "tests/test_torch_compile.py::test_one_graph_of_a_layer[gla]"),
+         "tests/compiler/test_torch_compile.py::test_one_graph_of_a_layer[gla]"),
         ("nn.init.ones_(self.weight)", "pass", "weights of norms are not reset",
-         "tests/test_start.py::test_deferred_is_as_constructed[norm]"),
+         "tests/nn/test_start.py::test_deferred_is_as_constructed[norm]"),
     ),
     *_in(
         "flexsp/nn/rwkv7.py",
         ("before.masked_fill((since < 1)[None, :, None], 0.0)", "before", "the token before a document is mixed in",
-         "tests/test_rwkv7_layer.py::test_decoding_and_documents"),
+         "tests/nn/test_rwkv7_layer.py::test_decoding_and_documents"),
         ("first = tokens_before(x, 1, sp)", "first = 0 * tokens_before(x, 1, sp)",
          "a shard's first token is mixed with 0",
-         "tests/test_rwkv7_layer.py::test_ranks_equal_one_rank"),
+         "tests/nn/test_rwkv7_layer.py::test_ranks_equal_one_rank"),
         ("-math.exp(-0.5)", "-math.exp(-0.6)", "decays have another bound", _RWKV7),
         ("(1 + (a - 1) * self.k_a)", "(1 + a * self.k_a)", "keys have other strengths", _RWKV7),
         ("eps = self.head_dim * check_eps", "eps = check_eps", "the norm's epsilon does not grow with heads", _RWKV7),
         ("channel / self.hidden_size) ** (power * left)", "channel / self.hidden_size) ** power",
          "first weights do not depend on the layer",
-         "tests/test_rwkv7_layer.py::test_initialisation"),
+         "tests/nn/test_rwkv7_layer.py::test_initialisation"),
     ),
     *_in(
         "flexsp/compiler/graphs/differentiate.py",
         ('return self.role in ("gates", "exponents")', 'return self.role == "gates"', "gates grow past a chunk's end",
-         "tests/test_generated.py::test_gates_far_past_underflow_are_finite[rwkv6]"),
+         "tests/compiler/test_generated.py::test_gates_far_past_underflow_are_finite[rwkv6]"),
     ),
     *_in(
         "flexsp/ops/mamba3.py",
@@ -373,11 +373,11 @@ GATES = [
         ("(tokens.gamma + eta)[:, :,", "(tokens.gamma + tokens.eta)[:, :,", "products are weighed by their own step",
          _MAMBA3),
         ("wrapped=True", "wrapped=False", "angles keep whole turns",
-         "tests/test_mamba3.py::test_long_texts_have_precise_angles"),
+         "tests/ops/test_mamba3.py::test_long_texts_have_precise_angles"),
         ("y = add_backward_dependency(y, ends[0])", "pass", "graphs do not answer for the exchange of last tokens",
-         "tests/test_mamba3.py::test_graphs_over_ranks[uneven]"),
+         "tests/ops/test_mamba3.py::test_graphs_over_ranks[uneven]"),
         ("tokens.eta[:, t, :, None, None] * products(state.k", "tokens.gamma[:, t, :, None, None] * products(state.k",
-         "decoding weighs the token before otherwise", "tests/test_mamba3.py::test_token_by_token"),
+         "decoding weighs the token before otherwise", "tests/ops/test_mamba3.py::test_token_by_token"),
     ),
     *_in(
         "flexsp/ops/mamba3.py",
@@ -388,14 +388,14 @@ GATES = [
         ("sizes.P > 1 and asks", "asks", "the engine is given weights for values of one channel", _MAMBA3_PARTS),
         ("without_tail((y if sizes.mimo else y.squeeze(2)).to(x.dtype), *at)",
          "(y if sizes.mimo else y.squeeze(2)).to(x.dtype)", "own products reach the tail",
-         "tests/test_tail.py::test_in_pytorch[mamba3]"),
+         "tests/kernels/test_tail.py::test_in_pytorch[mamba3]"),
         ("arrived.onto(found, arrived.documents, True)", "arrived.onto(found, None, True)",
          "final angles of all documents go on from other ranks", _MAMBA3_OVER),
     ),
     *_in(
         "flexsp/kernels/mamba3/turns.py",
         ("tl.where(valid & (t < T), found, 0.0)", "tl.where(valid, found, 0.0)", "lanes round sums of heads apart",
-         "tests/test_mamba3_kernels.py::test_what_the_interpreter_cannot_show[one row of angles, few heads]"),
+         "tests/kernels/test_mamba3_kernels.py::test_what_the_interpreter_cannot_show[one row of angles, few heads]"),
         ("total = tl.where(closed[j] != 0, 0.0, total)", "pass", "sums go on from segment to segment across documents",
          _MAMBA3_KERNELS),
         ("return tl.where(document >= 0, start, total)", "return tl.where(document >= 0, 0.0, total)",
@@ -407,7 +407,7 @@ GATES = [
          "of angles that heads share, only some heads have a gradient", _MAMBA3_ROW),
         ("tl.abs(x) < _NEAR_ZERO", "tl.abs(x) < 0.0", "small angles are rounded off", _MAMBA3_PARTS),
         ("total = tl.load(initial + b * W + w, mask=valid, other=0.0).to(tl.float64)", "pass",
-         "sequences begin with no angle", "tests/test_mamba3_kernels.py::test_kernels[plain]"),
+         "sequences begin with no angle", "tests/kernels/test_mamba3_kernels.py::test_kernels[plain]"),
     ),
     *_in(
         "flexsp/kernels/mamba3/steps.py",
@@ -430,7 +430,7 @@ GATES = [
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",
         ("to(gl.float32) <= GATE_MIN", "to(gl.float32) < GATE_MIN", "the least gate of channels has a gradient",
-         "tests/test_hopper_channels.py::test_against_float64[one is closed]"),
+         "tests/kernels/test_hopper_channels.py::test_against_float64[one is closed]"),
     ),
     *_in(
         "flexsp/kernels/mamba3/rotations.py",
@@ -441,9 +441,9 @@ GATES = [
         ("weight * v2 + own_part * y2\n        u1", "weight * v2\n        u1", "keys get nothing from own products",
          _MAMBA3_KERNELS),
         ("products += x3 * y3 + x4 * y4", "pass", "own products leave out channels that do not turn",
-         "tests/test_mamba3_kernels.py::test_kernels[plain]"),
+         "tests/kernels/test_mamba3_kernels.py::test_kernels[plain]"),
         ("mask=pair < K // 2 if HALVES", "mask=pair < K if HALVES", "biases reach other channels",
-         "tests/test_mamba3_kernels.py::test_kernels[documents without states]"),
+         "tests/kernels/test_mamba3_kernels.py::test_kernels[documents without states]"),
         ("back = tl.load(dw + (batch * H + h) * T + t", "back = tl.load(dw + row", "tokens answer for others' weights",
          _MAMBA3_KERNELS),
         ("tl.range(group * (H // G), (group + 1) * (H // G), num", "tl.range(0, H // G, num",
@@ -458,7 +458,7 @@ GATES = [
     *_in(
         "flexsp/kernels/run.py",
         ("x.data_ptr() % 16 == 0)", "True)", "launches forget alignments",
-         "tests/test_mamba3_kernels.py::test_what_tells_launches_apart[alignment of B]"),
+         "tests/kernels/test_mamba3_kernels.py::test_what_tells_launches_apart[alignment of B]"),
     ),
     *_in(
         "flexsp/kernels/mamba3/autograd_functions.py",
@@ -511,9 +511,9 @@ GATES = [
         ("int(T > 0), dtype", "1, dtype", "nothing passes a rank without tokens",
          _BY_KERNEL + "test_tokens_before_and_behind"),
         ("_where(place + 1 < stop, b", "_where(place + 1 <= stop, b", "the next document's first token is seen",
-         "tests/test_mamba3.py::test_documents_and_strides"),
+         "tests/ops/test_mamba3.py::test_documents_and_strides"),
         ("(cu_seqlens[1:] - 1 - start)", "(cu_seqlens[1:] - start)", "final states are of the next document",
-         "tests/test_mamba3.py::test_documents_and_strides"),
+         "tests/ops/test_mamba3.py::test_documents_and_strides"),
         ("here = here & (begin < stop)", "pass", "a document without tokens ends on several ranks", _MAMBA3_RANKS),
         ("mine = initial.to(mine.dtype)", "pass", "a first rank without tokens loses the initial sum",
          _MAMBA3_RANKS + "[cases1-kinds1]"),
@@ -528,38 +528,39 @@ GATES = [
     *_in(
         "flexsp/compiler/graphs/differentiate.py",
         ("last = len(node.args) - 1  # the matrix", 'last = 0 if kind == "inverse" else -1  # the matrix',
-         "running gates are kept in half precision", "tests/test_generated.py::test_batched[rwkv6]"),
+         "running gates are kept in half precision", "tests/compiler/test_generated.py::test_batched[rwkv6]"),
     ),
     *_in(
         "flexsp/compiler/backend/pieces.py",
         ("{name} += {value.text}", "{name} = {value.text}", "the last piece is the sum of all",
-         "tests/test_large_states.py::test_both_sizes[gla]"),
+         "tests/compiler/test_large_states.py::test_both_sizes[gla]"),
         ("range(0, {self.cols}, ", "range({block(self.cols)}, {self.cols}, ", "the first piece is left out",
-         "tests/test_large_states.py::test_both_sizes[gla]"),
+         "tests/compiler/test_large_states.py::test_both_sizes[gla]"),
     ),
     *_in(
         "flexsp/kernels/gated_keys/prepare.py",
         ("beyond = own - 0.5 * end[None, :]", "beyond = own - 0.4 * end[None, :]", "keys are decayed by another part",
-         "tests/test_gated_keys.py::test_one_sequence[small]"),
+         "tests/compiler/test_gated_keys.py::test_one_sequence[small]"),
         ("store_rows(b, own, K, C, at, C, K, BN)", "pass", "gradients read gates that nothing left",
-         "tests/test_gated_keys.py::test_one_sequence[large]"),
+         "tests/compiler/test_gated_keys.py::test_one_sequence[large]"),
         ("tl.where(far == 0, 1, 0)", "1", "all chunks have small gates",
-         "tests/test_gated_keys.py::test_one_sequence[large]"),
+         "tests/compiler/test_gated_keys.py::test_one_sequence[large]"),
         ("tl.where(far == 0, 1, 0)", "0", "no chunk has small gates", _TOLD + "[gla]"),
     ),
     *_in(
         "flexsp/kernels/gated_keys/grads.py",
         ("tl.where(given <= GATE_MIN, 0.0, of_gates)", "tl.where(given < GATE_MIN, 0.0, of_gates)",
-         "gates of -104 have what sums left as gradients", "tests/test_gated_keys.py::test_closed_gates_and_nan"),
+         "gates of -104 have what sums left as gradients",
+         "tests/compiler/test_gated_keys.py::test_closed_gates_and_nan"),
         ("tl.exp(2.0 * half) * kept", "kept", "what a chunk keeps of a state does not decay",
-         "tests/test_gated_keys.py::test_one_sequence[small]"),
+         "tests/compiler/test_gated_keys.py::test_one_sequence[small]"),
         ("kc = (kc * down).to(DOT)", "kc = kc * down",
          "what pairs of chunks with small gates add to gates does not cancel", _CANCELS + "[small]"),
         ("-new) * first.to(tl.float32)", "-new) * x", "what pairs of halves add to gates does not cancel",
          _CANCELS + "[strong]"),
         ("rest = (x - first.to(tl.float32)).to(DOT)", "rest = (x - x).to(DOT)",
          "roundings of strong gates' queries and keys are lost",
-         "tests/test_gated_keys.py::test_strong_gates_lose_one_rounding"),
+         "tests/compiler/test_gated_keys.py::test_strong_gates_lose_one_rounding"),
     ),
     *_in(
         "flexsp/kernels/gated_transition/prepare.py",
@@ -592,6 +593,6 @@ GATES = [
     *_in(
         "flexsp/compiler/planning/tiling.py",
         ("if padded(K) * padded(V) <= 128 * 64:", "if True:", "numbers beside large states are not refused",
-         "tests/test_state_parts.py::test_numbers_beside_large_states"),
+         "tests/compiler/test_state_parts.py::test_numbers_beside_large_states"),
     ),
 ]  # fmt: skip

@@ -6,16 +6,16 @@ from tests.mutate import in_file as _in
 
 __all__ = ["HOSTS"]
 
-_FILE = "tests/test_hierarchical.py::"
+_FILE = "tests/scan/test_hierarchical.py::"
 _HOSTS = _FILE + "test_what_arrives"
-_KERNEL = "tests/test_composing.py::test_against_pytorch"
-_COST = "tests/test_cost.py::test_forms_of_several_hosts_by_hand"
+_KERNEL = "tests/scan/test_composing.py::test_against_pytorch"
+_COST = "tests/scan/test_cost.py::test_forms_of_several_hosts_by_hand"
 
 HOSTS = [
     *_in(
         "flexsp/scan/schedules.py",
         ("sp.world_size - 1, sp.rank, -1)", "sp.world_size - 1, sp.rank + 1, -1)", "the next rank's gradient is lost",
-         "tests/test_schedules.py::test_incoming_state[2-all_gather]"),
+         "tests/scan/test_schedules.py::test_incoming_state[2-all_gather]"),
     ),
     *_in(
         "flexsp/scan/hierarchical.py",

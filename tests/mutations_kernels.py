@@ -5,27 +5,27 @@ from __future__ import annotations
 from tests.mutate import in_file as _in
 from tests.mutations_diagonal import DIAGONAL
 
-_ENGINE = "tests/test_triton_engine.py::"
-_EDGES = "tests/test_engine_edges.py::"
-_LENGTHS = "tests/test_torch_compile.py::test_one_graph_of_kernels_of_all_lengths"
-_ANY_LENGTH = "tests/test_torch_compile.py::test_one_graph_of_all_lengths_and_batches"
-_UNUSUAL = "tests/test_unusual_tensors.py::"
+_ENGINE = "tests/kernels/test_triton_engine.py::"
+_EDGES = "tests/kernels/test_engine_edges.py::"
+_LENGTHS = "tests/compiler/test_torch_compile.py::test_one_graph_of_kernels_of_all_lengths"
+_ANY_LENGTH = "tests/compiler/test_torch_compile.py::test_one_graph_of_all_lengths_and_batches"
+_UNUSUAL = "tests/ops/test_unusual_tensors.py::"
 _PLAIN = _ENGINE + "test_plain[simple_gla]"
 _SSD = _ENGINE + "test_plain[mamba2_groups]"
-_SUMS = "tests/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
-_REFERENCE = "tests/test_reference.py::"
-_GENERATED = "tests/test_generated.py::"
-_BEHIND = "tests/test_gated_keys.py::test_heads_and_sequences_behind_strides"
-_DELTA = "tests/test_delta_engine.py::"
-_KEYS_OF_TOKENS = "tests/test_keys_of_tokens.py::test_as_a_row_a_key[three keys, packed]"
-_VECTORS = "tests/test_launch_plan.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
+_SUMS = "tests/kernels/test_reference.py::test_errors_of_running_sums_are_averaged_over_cotangents"
+_REFERENCE = "tests/kernels/test_reference.py::"
+_GENERATED = "tests/compiler/test_generated.py::"
+_BEHIND = "tests/compiler/test_gated_keys.py::test_heads_and_sequences_behind_strides"
+_DELTA = "tests/kernels/test_delta_engine.py::"
+_KEYS_OF_TOKENS = "tests/compiler/test_keys_of_tokens.py::test_as_a_row_a_key[three keys, packed]"
+_VECTORS = "tests/kernels/test_launch_plan.py::test_inputs_are_copied_where_vectors_of_them_do_not_lie_at_multiples_of_16_bytes"
 _DELTA_ALL = _DELTA + "test_batched_and_packed[deltanet]"
-_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
-_CHUNKS = "tests/test_hopper_channels.py::test_against_float64"
-_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 128]"
-_MANY_CHANNELS_IN_GLUON = "tests/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
-_REPEATED = "tests/test_reflections.py::test_against_token_loops"
-_STEPS = "tests/test_reflections.py::test_gradients_of_steps"
+_CHANNELS_IN_GLUON = "tests/kernels/test_compile_delta.py::test_kernels[bf16 128, gates of channels]"
+_CHUNKS = "tests/kernels/test_hopper_channels.py::test_against_float64"
+_IN_GLUON = "tests/kernels/test_compile_delta.py::test_kernels[bf16 128]"
+_MANY_CHANNELS_IN_GLUON = "tests/kernels/test_compile_delta.py::test_kernels[bf16 64, many heads, gates of channels]"
+_REPEATED = "tests/compiler/test_reflections.py::test_against_token_loops"
+_STEPS = "tests/compiler/test_reflections.py::test_gradients_of_steps"
 _DELTA_LARGE = _DELTA + "test_large_heads"
 _DELTA_GATED = _DELTA + "test_batched_and_packed[gated_deltanet]"
 _DELTA_SEGMENTS = _DELTA + "test_segments[strong]"
@@ -36,15 +36,15 @@ _CHANNELS = _DELTA + "test_gates_of_channels[medium]"
 _CHANNELS_CLOSED = _DELTA + "test_gates_of_channels[closed]"
 _CHANNELS_GROWTH = _DELTA + "test_gates_of_channels[growth]"
 
-_KEYS = "tests/test_keys.py::test_against_float64"
-_LAUNCHES = "tests/test_keys.py::test_what_tells_launches_apart"
-_CHECKS = "tests/test_kept_checks.py::"
-_GROUPS = "tests/test_grouped_heads.py::test_as_repeated[gated]"
-_ANY_KEYS = "tests/test_hopper_delta.py::test_against_the_token_loop"
-_ANY_CHUNKS = "tests/test_hopper_delta.py::test_chunks_of_any_keys_are_those_of_unit_keys"
-_SHARED = "tests/test_grouped_heads.py::test_decoding_and_dispatch_modes"
-_GROUPS_OVER_RANKS = "tests/test_grouped_heads.py::test_over_ranks[gated]"
-_OPS = "tests/test_ops.py::test_against_the_token_loop"
+_KEYS = "tests/kernels/test_keys.py::test_against_float64"
+_LAUNCHES = "tests/kernels/test_keys.py::test_what_tells_launches_apart"
+_CHECKS = "tests/ops/test_kept_checks.py::"
+_GROUPS = "tests/kernels/test_grouped_heads.py::test_as_repeated[gated]"
+_ANY_KEYS = "tests/kernels/test_hopper_delta.py::test_against_the_token_loop"
+_ANY_CHUNKS = "tests/kernels/test_hopper_delta.py::test_chunks_of_any_keys_are_those_of_unit_keys"
+_SHARED = "tests/kernels/test_grouped_heads.py::test_decoding_and_dispatch_modes"
+_GROUPS_OVER_RANKS = "tests/kernels/test_grouped_heads.py::test_over_ranks[gated]"
+_OPS = "tests/ops/test_ops.py::test_against_the_token_loop"
 
 
 KERNELS = [
@@ -52,45 +52,45 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/hopper_wy_transform.py",
         ("NORM)\n            alike += pairs * pairs", "NORM)\n            alike += pairs", "steps are taken for their squares where few keys are told",
-         "tests/test_hopper_delta.py::test_equal_entries_of_an_inverse[wy_inverse]"),
+         "tests/kernels/test_hopper_delta.py::test_equal_entries_of_an_inverse[wy_inverse]"),
         ("    _put(tile, gl.where(x == x, found, x), i, j, TURNED)", "    _put(tile, x, i, j, TURNED)",
          "inverses in Gluon are rounded to the nearest number",
-         "tests/test_hopper_delta.py::test_equal_entries_of_an_inverse[wy_inverse]"),
+         "tests/kernels/test_hopper_delta.py::test_equal_entries_of_an_inverse[wy_inverse]"),
     ),
     *_in(
         "flexsp/kernels/delta/wy_transform.py",
         ("store_gain(gain, at, found, x, length, C)", "store_gain(gain, at, found, found, length, C)",
-         "few keys are told by the inverse", "tests/test_reflections.py::test_equal_entries_of_an_inverse[wy_inverse]"),
+         "few keys are told by the inverse", "tests/compiler/test_reflections.py::test_equal_entries_of_an_inverse[wy_inverse]"),
     ),
     *_in(
         "flexsp/kernels/alike_keys.py",
         ("* GOLDEN) & 0xFFFF)", "* 0 + 0x8000))", "equal entries of an inverse are rounded the same way",
-         "tests/test_reflections.py::test_equal_entries_of_an_inverse[channel_inverse]"),
+         "tests/compiler/test_reflections.py::test_equal_entries_of_an_inverse[channel_inverse]"),
         ("tl.where(x == x, found, x)", "found", "a NaN of ones is dithered to a number",
-         "tests/test_reflections.py::test_dithered_numbers"),
+         "tests/compiler/test_reflections.py::test_dithered_numbers"),
         ("alike > FEW_KEYS * length", "alike > 1e9 * length", "few keys with steps just beyond 1 stay in chunks",
-         "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
+         "tests/compiler/test_reflections.py::test_which_segments_of_generated_kernels"),
         ("alike > FEW_KEYS * length", "alike > FEW_KEYS * 64", "keys of short documents are not alike",
-         "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
+         "tests/compiler/test_reflections.py::test_which_segments_of_generated_kernels"),
     ),
     *_in(
         "flexsp/scan/propagate.py",
         (' & (tl.atomic_add(counters, 0, sem="relaxed") == 0)', "", "ranks push on after a failure",
-         "tests/test_propagate.py::test_behind_a_cut_launches_after_a_failure_pass_it_on"),
+         "tests/scan/test_propagate.py::test_behind_a_cut_launches_after_a_failure_pass_it_on"),
     ),
     *_in(
         "flexsp/scan/neighbours.py",
         ("wait_epoch(control + 8, epoch - 2,", "wait_epoch(control + 8, epoch - 9,", "a sender waits for no credit",
-         "tests/test_propagate.py::test_slow_receiver_is_not_overrun"),
+         "tests/scan/test_propagate.py::test_slow_receiver_is_not_overrun"),
         ("tl.where((seen >> 32) == epoch, kind, _MISMATCH)", "kind", "a later tile is taken for this one",
-         "tests/test_propagate.py::test_what_flags_say"),
+         "tests/scan/test_propagate.py::test_what_flags_say"),
     ),
     *_in(
         "flexsp/kernels/delta/wy_transform.py",
         ("below = i[:, None] > i[None, :]", "below = i[:, None] >= i[None, :]", "the matrix has a diagonal twice", _DELTA_ALL),
         ("found - new[:, None, :]", "found + new[:, None, :]", "substitution adds", _DELTA_ALL),
         ("found = unit_inverse(x, C)\n    if", "found = unit_inverse(0.95 * x, C)\n    if", "keys that are alike are less so",
-         "tests/test_reflections.py::test_steps_that_do_not_reflect[gated]"),
+         "tests/compiler/test_reflections.py::test_steps_that_do_not_reflect[gated]"),
         ("_joined(a, -_product", "_joined(a, _product", "blocks of the inverse have the wrong sign", _DELTA_ALL),
         ("growth = tl.maximum(tl.abs(1.0 - given * squares), 1.0,", "growth = tl.maximum(0.0 * squares, 1.0,",
          "the horizon knows no growth by large keys", _DELTA + "test_large_keys_have_no_horizon"),
@@ -114,9 +114,9 @@ KERNELS = [
         ("+ (((1 << level) + 1) >> 1), start + tl", "+ ((1 << level) >> 1), start + tl",
          "a token of its own decays to the middle of itself", _CHANNELS_CLOSED),
         ("tl.trans((of_keys - found.to(tl.float32)).to(DOT))", "0.0", "pairs of keys are rounded before the inverse",
-         "tests/test_reflections.py::test_inverses_of_keys_that_are_alike"),
+         "tests/compiler/test_reflections.py::test_inverses_of_keys_that_are_alike"),
         ("if inverse.dtype.element_ty == tl.bfloat16:", "if False:", "the roundings of pairs are not read",
-         "tests/test_reflections.py::test_inverses_of_keys_that_are_alike"),
+         "tests/compiler/test_reflections.py::test_inverses_of_keys_that_are_alike"),
         ("tl.where(within, -1.0, 1.0)", "1.0", "tokens before the middle decay towards it the wrong way", _CHANNELS),
         ("_power(x * sign, rest * sign, DOT)", "_power(x, rest, DOT)", "what is written decays twice", _CHANNELS),
         ("tl.where(n == 0, i + 1, tl.where(odd, start, 0))", "tl.where(n == 0, i, tl.where(odd, start, 0))",
@@ -166,14 +166,14 @@ KERNELS = [
          "a token's gate is that of its last key", _KEYS_OF_TOKENS),
         ("key = (start % STEPS).to(tl.int32) + i", "key = i", "every chunk begins with a token", _KEYS_OF_TOKENS),
         ("store_tokens(base, tl.trans(x), stride_t, start,", "store_tokens(base, tl.trans(x), stride_t, 0,",
-         "all outputs are those of the first tokens", "tests/test_keys_of_tokens.py::test_as_a_row_a_key[two keys]"),
+         "all outputs are those of the first tokens", "tests/compiler/test_keys_of_tokens.py::test_as_a_row_a_key[two keys]"),
     ),
     *_in(
         "flexsp/kernels/delta/tiling.py",
         ("min(end * self.per_seg, self.n_chunks)", "end * self.per_seg", "a part has chunks past the last",
-         "tests/test_plans_cover.py::test_the_delta_engine"),
+         "tests/compiler/test_plans_cover.py::test_the_delta_engine"),
         ("return min(self.per_part * self.per_seg, self.n_chunks)", "return self.per_seg", "a part has no room for its chunks",
-         "tests/test_plans_cover.py::test_the_delta_engine"),
+         "tests/compiler/test_plans_cover.py::test_the_delta_engine"),
         ("return max(64, 1 << (self.K - 1).bit_length())", "return 64 if self.K <= 64 else 128", "states have 128 rows at most",
          _DELTA_LARGE + "[gated_deltanet]"),
     ),
@@ -182,7 +182,7 @@ KERNELS = [
         ("some > 0", "some >= 0", "NaN passes ranks in which a document begins",
          _DELTA + "test_nan_stays_in_its_document_over_ranks[True]"),
         ("for i in range(0, BK, BLOCK):", "for i in range(0, BLOCK, BLOCK):", "large matrices multiply the first rows",
-         "tests/test_propagate.py::test_one_rank_with_a_dense_transition"),
+         "tests/scan/test_propagate.py::test_one_rank_with_a_dense_transition"),
     ),
     *_in(
         "flexsp/kernels/delta/scan_segments.py",
@@ -210,12 +210,12 @@ KERNELS = [
         "flexsp/kernels/primitives.py",
         ("(row % H).to(tl.int64) * g_sh", "(row % H) * g_sh", "heads of gates lie within 2^31 numbers",
          _EDGES + "test_heads_of_gates_that_lie_far_apart"),
-        ("value = value * w\n", "value = value * 1.0\n", "one column does not decay", "tests/test_mlstm_kernels.py"),
+        ("value = value * w\n", "value = value * 1.0\n", "one column does not decay", "tests/kernels/test_mlstm_kernels.py"),
     ),
     *_in(
         "flexsp/kernels/engine.py",
         ("(x.dtype, x.shape, x.stride()", "(x.dtype, x.stride()", "calls with fewer groups run those of more",
-         "tests/test_ssd.py::test_calls_that_differ_in_groups_alone"),
+         "tests/ops/test_ssd.py::test_calls_that_differ_in_groups_alone"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",
@@ -239,21 +239,21 @@ KERNELS = [
     *_in(
         "flexsp/kernels/table.py",
         ("first = (chunk == 0) & (begin[doc] >= start)", "first = chunk == 0", "a document begins anew on every rank",
-         "tests/test_table.py"),
-        ("+ (C - 1)) // C)", "+ C) // C)", "a chunk too many where C divides a document", "tests/test_table.py"),
-        (".clamp(0, C)", ".clamp(1, C)", "empty documents have a token", "tests/test_table.py"),
-        ("(begin >= stop)", "(begin > stop)", "empty documents at the end are lost", "tests/test_table.py"),
+         "tests/kernels/test_table.py"),
+        ("+ (C - 1)) // C)", "+ C) // C)", "a chunk too many where C divides a document", "tests/kernels/test_table.py"),
+        (".clamp(0, C)", ".clamp(1, C)", "empty documents have a token", "tests/kernels/test_table.py"),
+        ("(begin >= stop)", "(begin > stop)", "empty documents at the end are lost", "tests/kernels/test_table.py"),
     ),
     *_in(
         "flexsp/testing/bounds.py",
-        ("(at + np.uint64(nbytes) > ", "(at > ", "just behind a tensor", "tests/test_bounds.py"),
-        ("or last + np.uint64(nbytes) > ", "or first + np.uint64(nbytes) > ", "the first element tells", "tests/test_bounds.py"),
-        ("> self.ends[i - 1]:", "> self.ends[-1]:", "what reaches into the next tensor", "tests/test_bounds.py"),
+        ("(at + np.uint64(nbytes) > ", "(at > ", "just behind a tensor", "tests/testing/test_bounds.py"),
+        ("or last + np.uint64(nbytes) > ", "or first + np.uint64(nbytes) > ", "the first element tells", "tests/testing/test_bounds.py"),
+        ("> self.ends[i - 1]:", "> self.ends[-1]:", "what reaches into the next tensor", "tests/testing/test_bounds.py"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",
         ("GATE_MIN = tl.constexpr(-104.0)", "GATE_MIN = tl.constexpr(float(\"-inf\"))", "gates are not clamped",
-         "tests/test_nonfinite.py::test_gates_of_minus_infinity_in_kernels"),
+         "tests/ops/test_nonfinite.py::test_gates_of_minus_infinity_in_kernels"),
         ("GATE_MIN, propagate_nan=tl.PropagateNan.ALL)", "GATE_MIN)", "a NaN gate is a closed one",
          _EDGES + "test_nan_is_seen_from_its_token_on[g]"),
         ("+ (row % H).to(tl.int64) * g_sh", "+ (row // H) * g_sh", "gates of another head", _PLAIN),
@@ -262,14 +262,14 @@ KERNELS = [
     ),
     *_in(
         "flexsp/kernels/engine.py",
-        ("(x.dtype, x.shape, x.stride(), x", "(x.dtype, x.shape, x", "a kept call forgets strides", "tests/test_kept_calls.py"),
-        ("(x.dtype, x.shape, x.stride(), x", "(x.shape, x.stride(), x", "a kept call forgets types", "tests/test_kept_calls.py"),
-        ("x.data_ptr() % 16 == 0)", "True)", "a kept call forgets alignment", "tests/test_kept_calls.py"),
-        ("asked.scale, asked.want_final,", "asked.scale,", "a kept call forgets final states", "tests/test_kept_calls.py"),
+        ("(x.dtype, x.shape, x.stride(), x", "(x.dtype, x.shape, x", "a kept call forgets strides", "tests/kernels/test_kept_calls.py"),
+        ("(x.dtype, x.shape, x.stride(), x", "(x.shape, x.stride(), x", "a kept call forgets types", "tests/kernels/test_kept_calls.py"),
+        ("x.data_ptr() % 16 == 0)", "True)", "a kept call forgets alignment", "tests/kernels/test_kept_calls.py"),
+        ("asked.scale, asked.want_final,", "asked.scale,", "a kept call forgets final states", "tests/kernels/test_kept_calls.py"),
         ("asked.scale, asked.want_final,", "asked.want_final,", "a kept call forgets the scale",
-         "tests/test_kept_calls.py"),
+         "tests/kernels/test_kept_calls.py"),
         ("id(tiling), asked.tensors", "asked.tensors", "a kept call forgets how it is cut",
-         "tests/test_kept_calls.py::test_the_number_of_documents_tells_calls_apart"),
+         "tests/kernels/test_kept_calls.py::test_the_number_of_documents_tells_calls_apart"),
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
@@ -308,25 +308,25 @@ KERNELS = [
     *_in(
         "flexsp/kernels/launch_spec.py",
         ("for name in self.inputs)}) == 1", "for name in self.inputs[:1])}) == 1", "strides of one input serve all",
-         "tests/test_launch_plan.py::test_one_token_stride_for_all"),
+         "tests/kernels/test_launch_plan.py::test_one_token_stride_for_all"),
         ("len({*self.others, *(", "len({*(", "strides of inputs serve outputs",
-         "tests/test_launch_plan.py::test_one_token_stride_for_all"),
+         "tests/kernels/test_launch_plan.py::test_one_token_stride_for_all"),
     ),
     *_in(
         "flexsp/kernels/delta/exact.py",
         ("(tl.abs(beta) > LEAST_BETA)", "(tl.abs(beta) >= 0.0)", "a step of 0 divides", _STEPS + "[gated]"),
         ("ALIKE = tl.constexpr(1 / 3)", "ALIKE = tl.constexpr(2.0)", "no keys are alike", _STEPS + "[kda]"),
         (") & (c < c1)).to(tl.int32)", ")).to(tl.int32)", "all last segments are done token by token",
-         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+         "tests/compiler/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("2 * asked >= tokens", "64 * asked >= tokens", "a few tokens that repeat make a text slow",
-         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+         "tests/compiler/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("tl.constexpr(1.25)", "tl.constexpr(0.95)", "steps that are contractions are done token by token",
-         "tests/test_reflections.py::test_what_is_done_token_by_token[False]"),
+         "tests/compiler/test_reflections.py::test_what_is_done_token_by_token[False]"),
         ("v = of_head(v, b, h,", "v = of_head(v, 0, h,", "values of later sequences are the first one's", _REPEATED + "[gated]"),
         ("b, h, do_sb, do_sh)", "b, h, do_sb, 1)", "gradients behind strides are another head's", _REPEATED + "[gated]"),
         ("tl.abs(given) > LIMIT * length", "given > 1e9 * length", "keys that repeat are done in chunks", _REPEATED + "[gated]"),
         ("lives = c1 >= c0\n        if PACKED:\n            lives = ~begins", "lives = c1 < c0\n        if PACKED:\n            lives = ~begins", "a matrix of a segment done token by token is zero",
-         "tests/test_reflections.py::test_over_ranks[gated]"),
+         "tests/compiler/test_reflections.py::test_over_ranks[gated]"),
     ),
     *_in(
         "flexsp/compiler/backend/exact.py",
@@ -343,15 +343,15 @@ KERNELS = [
         "flexsp/compiler/planning/exact.py",
         ("return self.code.inverts and", "return False and", "inverses of generated kernels are rounded", _REPEATED + "[rwkv7]"),
         ("panels += -(-self.state[0] // width)", "panels += 0", "a shard done token by token hands on a rounded transition",
-         "tests/test_reflections.py::test_generated_over_ranks[rwkv7]"),
+         "tests/compiler/test_reflections.py::test_generated_over_ranks[rwkv7]"),
     ),
     *_in(
         "flexsp/compiler/backend/intrinsic_kernels.py",
         ("mask=some > j, other=0.0)\n        found +=", "mask=some >= j, other=0.0)\n        found +=",
-         "an inverse's size has its diagonal", "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
+         "an inverse's size has its diagonal", "tests/compiler/test_reflections.py::test_which_segments_of_generated_kernels"),
         ("alike > _REPEATED * C * length, -found", "alike > C * C * C, -found",
          "one key and rates up to 1 stay in chunks",
-         "tests/test_reflections.py::test_which_segments_of_generated_kernels"),
+         "tests/compiler/test_reflections.py::test_which_segments_of_generated_kernels"),
     ),
     *_in(
         "flexsp/kernels/delta/exact_grads.py",
@@ -374,7 +374,7 @@ KERNELS = [
     *_in(
         "flexsp/compiler/backend/intrinsic_kernels.py",
         ("            tl.debug_barrier()  # blocks are read by other threads than those that stored them\n            at = pair", "            at = pair", "blocks are read before they are there",
-         "tests/test_generated_programs.py::test_inverse_kernel[32]"),
+         "tests/compiler/test_generated_programs.py::test_inverse_kernel[32]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_channels.py",
@@ -405,7 +405,7 @@ KERNELS = [
         ("gl.where(tile == 0, of_pairs / beta_c[:, None], 0.0)", "of_pairs / beta_c[:, None]",
          "each tile adds the products of errors", _CHUNKS + "[errors]"),
         ("gl.minimum(gl.maximum(exponent, 28), 226), 127)", "127, 127)", "gradients of pairs have no unit",
-         "tests/test_hopper_channels.py::test_gradients_of_any_size[-60]"),
+         "tests/kernels/test_hopper_channels.py::test_gradients_of_any_size[-60]"),
         ("gl.where(closed, 0.0, found).to", "found.to", "closed gates have gradients", _CHUNKS + "[one is closed]"),
     ),
     *_in(
@@ -426,7 +426,7 @@ KERNELS = [
     *_in(
         "flexsp/kernels/delta/calls.py",
         ('*([str(gate)] if by_channel else [])', "*()", "gates are read in vectors that do not lie so",
-         "tests/test_launch_plan.py::test_gates_of_channels_are_copied_where_vectors_of_them_do_not_lie_so[spread]"),
+         "tests/kernels/test_launch_plan.py::test_gates_of_channels_are_copied_where_vectors_of_them_do_not_lie_so[spread]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_walks.py",
@@ -444,7 +444,7 @@ KERNELS = [
         ("S[n], base + n * BK * V, here", "S[n], base, here", "documents begin with the first keys' states",
          _ANY_KEYS + "[256, packed]"),
         ("visible()", "pass", "products may read states before they lie there",
-         "tests/test_compile_delta.py::test_kernels[bf16 144, outputs]"),
+         "tests/kernels/test_compile_delta.py::test_kernels[bf16 144, outputs]"),
     ),
     *_in(
         "flexsp/kernels/delta/hopper_horizon.py",
@@ -487,12 +487,12 @@ KERNELS = [
         "flexsp/kernels/delta/delta_plan.py",
         ('made, p.group, self.norm', 'made, p.group - 1, self.norm', "the last head of a group adds nothing to gradients", _GROUPS),
         ("tuple(x or states for x in pointers)", 'tuple(x or "q" for x in pointers)',
-         "where segments join, a pointer that is not used has another type", "tests/test_compile_delta.py::test_kernels[over ranks]"),
+         "where segments join, a pointer that is not used has another type", "tests/kernels/test_compile_delta.py::test_kernels[over ranks]"),
     ),
     *_in(
         "flexsp/kernels/delta/scan_segments.py",
         ("    begin(PDL)\n", "", "a kernel reads before the one before is done",
-         "tests/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
+         "tests/runtime/test_kernel_launch.py::test_kernels_wait_for_the_one_before_in_their_first_statement"),
     ),
     *_in(
         "flexsp/kernels/gated_keys/prepare.py",
@@ -502,20 +502,20 @@ KERNELS = [
     *_in(
         "flexsp/kernels/gated_keys/tiles.py",
         ("(~(end >= _MUCH))", "(end < _MUCH)", "a chunk with a NaN gate is taken for small",
-         "tests/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),
+         "tests/compiler/test_gated_keys.py::test_closed_gates_and_nan[dtype0]"),
     ),
     *_in(
         "flexsp/kernels/executable.py",
         ("        if filled:\n", "        if False:\n", "operators return what lay in memory",
          _UNUSUAL + "test_operators_give_what_their_fakes_say[packed kernels]"),
         ("(x.stride(), x.data_ptr() % 16 == 0) for x in (*tensors", "(x.dim(), x.data_ptr() % 16 == 0) for x in (*tensors",
-         "an executable forgets strides", "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
+         "an executable forgets strides", "tests/compiler/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise"),
         ("if self.sp_id >= 0 else", "if self.sp_id > 0 else", "the first group is none where saved tensors lie otherwise",
-         "tests/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise[2]"),
+         "tests/compiler/test_dispatch.py::test_gradients_of_tensors_that_lie_otherwise[2]"),
         ("for x in (do, dfinal)), dinitial, asked)", "for x in (do, dfinal)), None, asked)",
-         "a backward pass forgets whether initial states want gradients", "tests/test_generated_edges.py"),
+         "a backward pass forgets whether initial states want gradients", "tests/compiler/test_generated_edges.py"),
         ("dinitial, asked)\n", "dinitial)\n", "a kept backward pass forgets whose gradients are asked for",
-         "tests/test_kept_calls.py"),
+         "tests/kernels/test_kept_calls.py"),
         ("well = well and do.data_ptr() % 16 == 0 and", "well = well and",
          "an outputs' gradient is read in vectors wherever it lies", _VECTORS),
         ("not (aligned and aligned_16(self.strides[name]))", "not aligned_16(self.strides[name])",
@@ -526,14 +526,14 @@ KERNELS = [
          "a contiguous input at an odd address is not copied", _VECTORS),
         ("(None,) if self.plan.surely_fits else (None, given", "(None,) if True else (None, given",
          "a gradient of final states that does not fit is found out late",
-         "tests/test_dispatch.py::test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched"),
+         "tests/compiler/test_dispatch.py::test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched"),
         ("saved.dtype != torch.uint8 or saved.numel() != self.saved.nbytes", "False",
          "hooks may give back what kernels cannot read", _UNUSUAL + "test_hooks_that_give_back_others"),
         ("not saved.is_contiguous() or saved.data_ptr() % 16", "False", "memory is read that does not lie well",
          _UNUSUAL + "test_hooks_that_give_back_others"),
         ("if not self.plan.surely_fits:", "if self.plan.surely_fits:",
          "a forward pass runs that has no room for its backward pass",
-         "tests/test_dispatch.py::test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched"),
+         "tests/compiler/test_dispatch.py::test_kernels_that_may_not_fit_are_compiled_before_the_first_is_launched"),
         ("(plan.n_docs > 0 and self.chained) or plan", "plan",
          "final states of documents that end elsewhere are not zero", _GENERATED + "test_two_uneven_ranks[gla]"),
     ),
@@ -544,7 +544,7 @@ KERNELS = [
         ("for r in tl.static_range(REPEATS):\n        grad +=", "for r in tl.static_range(1):\n        grad +=",
          "one value head's gradient reaches the key", _KEYS),
         ("tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS", "offsets of keys overflow",
-         "tests/test_keys.py::test_offsets_are_of_64_bits"),
+         "tests/kernels/test_keys.py::test_offsets_are_of_64_bits"),
         ("_unit(x1, y1, x1_sb", "_unit(x1, y1, x0_sb", "keys are read with the strides of queries", _KEYS),
         ("max(lengths) * H", "lengths[0] * H", "keys end with the tokens of queries", _KEYS),
         ("x1.shape, x1.stride(), one", "x1.shape, one", "a kept launch forgets the strides of keys",
@@ -554,9 +554,9 @@ KERNELS = [
         ("x1.stride(), one,", "x1.stride(),", "queries alone have the launch of both", _LAUNCHES + "[only one]"),
         ("key = (repeats, norm,", "key = (norm,", "a kept launch forgets the value heads", _LAUNCHES + "[repeats]"),
         ("if not all(ctx.needs_input_grad[2:])", "if False", "keys that nobody learns have gradients",
-         "tests/test_keys.py::test_gradients_of_one_of_two"),
+         "tests/kernels/test_keys.py::test_gradients_of_one_of_two"),
         ("tensors[-1] is tensors[-2]", "x0 is x1", "of a tensor that is query and key one is made",
-         "tests/test_keys.py::test_gradients_of_one_of_two"),
+         "tests/kernels/test_keys.py::test_gradients_of_one_of_two"),
     ),
     *_in(
         "flexsp/kernels/keys_in_pytorch.py",
@@ -572,23 +572,23 @@ KERNELS = [
         "flexsp/ops/_delta.py",
         ("2.0 if allow_neg_eigval", "1.0 if allow_neg_eigval", "no negative eigenvalues", _OPS),
         (" and engine_runs(heads.K, ColumnBlocks.of(heads.V).width, q.device)", "", "generated kernels get gates that nobody clamped",
-         "tests/test_nonfinite.py::test_closed_gates_of_delta_rules[torch.float32]"),
-        ("call.cu_seqlens * steps", "call.cu_seqlens", "documents end at a step of a token", "tests/test_ops.py::test_documents_and_strides"),
+         "tests/ops/test_nonfinite.py::test_closed_gates_of_delta_rules[torch.float32]"),
+        ("call.cu_seqlens * steps", "call.cu_seqlens", "documents end at a step of a token", "tests/ops/test_ops.py::test_documents_and_strides"),
         ('    check.check_non_positive("g", g', '    print("g", g', "gates are not looked at",
          _CHECKS + "test_bad_arguments_after_good_ones[read-gates]"),
     ),
     *_in(
         "flexsp/kernels/launch_plan.py",
         ("if self.own(name) and name not in written:", "if False:", "launches read what nothing wrote",
-         "tests/test_lowering.py::test_what_nothing_wrote_is_not_read"),
+         "tests/compiler/test_lowering.py::test_what_nothing_wrote_is_not_read"),
         ("        if unwritten:", "        if False:", "launches leave out what a call returns",
-         "tests/test_lowering.py::test_what_nothing_wrote_is_not_read"),
+         "tests/compiler/test_lowering.py::test_what_nothing_wrote_is_not_read"),
         ("zero=self.n_docs > 0 or not dfinal", "zero=self.n_docs > 0", "gradients of final states are not asked for",
          _ENGINE + "test_gradients_of_sums"),
         ("return [*launches, *([last] if dinitial else [])]", "return [last] if dinitial else []",
-         "without tokens, inputs have no gradients", "tests/test_no_tokens.py::test_as_kernels[delta_rule]"),
+         "without tokens, inputs have no gradients", "tests/compiler/test_no_tokens.py::test_as_kernels[delta_rule]"),
         ('copied("@dinitial", "@dfinal") if dfinal', 'zeroed("@dinitial") if dfinal',
-         "without tokens, initial states have no gradients", "tests/test_no_tokens.py::test_as_kernels[delta_rule]"),
+         "without tokens, initial states have no gradients", "tests/compiler/test_no_tokens.py::test_as_kernels[delta_rule]"),
         ('[copied("@states", "@initial", 0)] if self.initial and not self.n_docs else []', "[]",
          "a first rank without tokens drops the initial state", _DELTA + "test_over_ranks[deltanet]"),
         ('[copied("@dinitial", "@dstates", None, 0)] if dinitial else []', "[]",

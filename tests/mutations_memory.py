@@ -6,40 +6,40 @@ from tests.mutate import in_file as _in
 
 __all__ = ["MEMORY"]
 
-_OPS = "tests/test_mlstm.py::test_against_the_token_loop"
-_EPS = "tests/test_mlstm.py::test_scale_and_eps"
-_ROUNDED = "tests/test_mlstm.py::test_nothing_is_rounded_before_the_quotient"
-_DOCUMENTS = "tests/test_mlstm.py::test_documents_and_strides"
-_EXTREME = "tests/test_mlstm.py::test_nothing_written_or_kept"
-_FINITE = "tests/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
-_RANKS = "tests/test_mlstm.py::test_ranks_equal_one_rank"
-_IN_KERNELS = "tests/test_mlstm_kernels.py::"
+_OPS = "tests/ops/test_mlstm.py::test_against_the_token_loop"
+_EPS = "tests/ops/test_mlstm.py::test_scale_and_eps"
+_ROUNDED = "tests/ops/test_mlstm.py::test_nothing_is_rounded_before_the_quotient"
+_DOCUMENTS = "tests/ops/test_mlstm.py::test_documents_and_strides"
+_EXTREME = "tests/ops/test_mlstm.py::test_nothing_written_or_kept"
+_FINITE = "tests/ops/test_mlstm.py::test_what_is_not_finite_stays_in_its_document"
+_RANKS = "tests/ops/test_mlstm.py::test_ranks_equal_one_rank"
+_IN_KERNELS = "tests/kernels/test_mlstm_kernels.py::"
 _ENTERING = _IN_KERNELS + "test_what_enters_ranks_is_exact[posix]"
 _GATES = _IN_KERNELS + "test_gates"
 _ROWS = _IN_KERNELS + "test_rows"
 _RANKS_IN_KERNELS = _IN_KERNELS + "test_ranks[None]"
 _STAYS = _IN_KERNELS + "test_what_is_not_finite_stays_in_its_document"
 _BLOCKS = _IN_KERNELS + "test_gates_of_more_blocks_than_are_put_together_at_once"
-_SCAN = "tests/test_selective_scan.py::"
-_VECTOR = "tests/test_vector_state.py::test_kernels"
+_SCAN = "tests/kernels/test_selective_scan.py::"
+_VECTOR = "tests/kernels/test_vector_state.py::test_kernels"
 _STEPS = _SCAN + "test_against_the_token_loop"
 _WALKS = _SCAN + "test_kernels[plain]"
 _MAMBA = _SCAN + "test_the_layer_is_its_formula"
-_FORMULA = "tests/test_mlstm.py::test_the_layer_is_its_formula"
-_ONE_CHANNEL = "tests/test_ssd.py::test_few_channels[one channel]"
-_DENOMINATORS = "tests/test_mlstm_kernels.py::test_denominators_are_exact[False]"
+_FORMULA = "tests/ops/test_mlstm.py::test_the_layer_is_its_formula"
+_ONE_CHANNEL = "tests/ops/test_ssd.py::test_few_channels[one channel]"
+_DENOMINATORS = "tests/kernels/test_mlstm_kernels.py::test_denominators_are_exact[False]"
 
 MEMORY = [
     *_in(
         "flexsp/kernels/delta/hopper_plan.py",
         ('counts={"before": part.chunks_before}, BK', 'counts={"before": 0}, BK',
          "gradients of all parts of a backward pass are of the first one's chunks",
-         "tests/test_hopper_delta.py::test_against_the_token_loop[parts, packed]"),
+         "tests/kernels/test_hopper_delta.py::test_against_the_token_loop[parts, packed]"),
     ),
     *_in(
         "flexsp/kernels/delta/tiling.py",
         ("-(-V // cols)), at_once) if cut", "-(-V // cols)), 1) if cut", "few segments fill no GPU",
-         "tests/test_plans_cover.py::test_segments_of_the_delta_engine_run_in_few_turns"),
+         "tests/compiler/test_plans_cover.py::test_segments_of_the_delta_engine_run_in_few_turns"),
     ),
     *_in(
         "flexsp/ops/mlstm.py",
@@ -49,12 +49,12 @@ MEMORY = [
          _DOCUMENTS),
         ("c * one[..., None, None], n * one", "c, n * one", "the first maximum has a part of its gradient", _OPS),
         ("torch.float32 if q.dtype == torch.float16 else q.dtype", "q.dtype", "sums over tokens overflow in float16",
-         "tests/test_mlstm.py::test_float16_holds_sums_over_many_tokens"),
+         "tests/ops/test_mlstm.py::test_float16_holds_sums_over_many_tokens"),
         ("m.nextafter(m.new_tensor(torch.inf))", "m", "states that are forgotten are NaN",
-         "tests/test_mlstm.py::test_states_that_are_forgotten_are_finite"),
+         "tests/ops/test_mlstm.py::test_states_that_are_forgotten_are_finite"),
         (".clamp(min=_LEAST_MAXIMUM)", "", "a first maximum of -inf makes NaN", _EXTREME),
         ("return C * rest[..., None, None], n * rest", "return C, n * rest", "C is not for the m that is returned",
-         "tests/test_mlstm.py::test_a_large_maximum"),
+         "tests/ops/test_mlstm.py::test_a_large_maximum"),
         (".masked_fill(~self.here.unsqueeze(-1), 0.0)", "", "every rank returns the maximum of every document", _RANKS),
         ("(end > start) & (end <= stop)", "end <= stop", "documents end on ranks after theirs too", _RANKS),
     ),
@@ -63,9 +63,9 @@ MEMORY = [
         ("log_f + (before - m), ", "log_f, ", "states are not rescaled when the maximum changes", _OPS),
         ("i.double() - m\n", "i.double()\n", "what is written is not stabilised", _OPS),
         ("write.exp().to(dtype)", "write.to(torch.bfloat16).exp().to(dtype)", "the weights of keys are rounded",
-         "tests/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
+         "tests/ops/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
         ("write.to(dtype), write.exp()", "write.to(torch.bfloat16).to(dtype), write.exp()", "write gates are rounded",
-         "tests/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
+         "tests/ops/test_mlstm.py::test_weights_of_keys_are_not_rounded"),
         ("torch.exp(-m).to(wide)", "torch.exp(0 * m).to(wide)", "the denominator is at least another number", _OPS),
         ("denominator.to(wide).abs()", "denominator.to(wide)", "a negative denominator is cut off", _OPS),
         ("least) + eps)).to", "least + eps))).to", "the constant is added to the least denominator alone", _EPS),
@@ -107,7 +107,7 @@ MEMORY = [
         ("            dkc += put[:, None] * dS[None, :]", "            dkc += put[:, None] * S[None, :]",
          "one column reads the wrong state backward", _DENOMINATORS),
         ("ends = first if REVERSE else last", "ends = first", "documents leave the state that they begin with",
-         "tests/test_mlstm_kernels.py::test_against_the_token_loop"),
+         "tests/kernels/test_mlstm_kernels.py::test_against_the_token_loop"),
     ),
     *_in(
         "flexsp/kernels/primitives.py",
@@ -137,9 +137,9 @@ MEMORY = [
         ("(a + state).masked_fill", "state.masked_fill", "maxima do not decay", _OPS),
         ("(a + state).masked_fill(a == -torch.inf, -torch.inf)", "a + state", "maxima reach across documents", _FINITE),
         ('-torch.inf if self.kind == "max-plus" else 0.0', "0.0", "what enters the first rank is at least 0",
-         "tests/test_schedules.py::test_maxima[serial]"),
+         "tests/scan/test_schedules.py::test_maxima[serial]"),
         ("torch.maximum(left, F) if", "left + F if", "maxima of ranks are added up",
-         "tests/test_schedules.py::test_maxima[all_gather]"),
+         "tests/scan/test_schedules.py::test_maxima[all_gather]"),
         ("dtypes=(torch.float32, torch.float64)", "dtypes=(torch.float32,)", "maxima in float64 go by other ways",
          _ENTERING),
     ),
@@ -198,15 +198,15 @@ MEMORY = [
          "    g = tl.zeros([BD, BN], tl.float32)\n    group = seg *",
          "segments of adjoints overlap", _SCAN + "test_kernels[small steps]"),
         (", mask=inside & (seg == n_seg - 1))", ", mask=inside)", "programs clear what others have left",
-         "tests/test_engine_edges.py::test_states_that_nobody_reads_change_nothing"),
+         "tests/kernels/test_engine_edges.py::test_states_that_nobody_reads_change_nothing"),
         ("head * u_sh + p, valid)\n    e0, e1, e2, e3 = rows_of(steps, t, left, e_st, e_at, valid)\n    z0",
          "head + p, valid)\n    e0, e1, e2, e3 = rows_of(steps, t, left, e_st, e_at, valid)\n    z0",
-         "heads are taken to lie side by side", "tests/test_op_edges.py::test_selective_scan"),
+         "heads are taken to lie side by side", "tests/ops/test_op_edges.py::test_selective_scan"),
     ),
     *_in(
         "flexsp/kernels/selective/grads.py",
         ("tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2])", "tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2])",
-         "lanes exchange other numbers", "tests/test_op_edges.py::test_selective_scan"),
+         "lanes exchange other numbers", "tests/ops/test_op_edges.py::test_selective_scan"),
         ("return k0, k1, k2, decay_of(dt[3], A2) * h", "return k0, k1, k2, h",
          "decays have the gradient of all states", _WALKS),
         ("for earlier in range(0, q, 4)", "for earlier in range(0, 0, 4)",
@@ -220,7 +220,7 @@ MEMORY = [
     *_in(
         "flexsp/scan/tokens.py",
         ("(inside + before.unsqueeze(2))", "inside", "blocks of a running sum begin at 0",
-         "tests/test_running_sums.py::test_long_texts[257]"),
+         "tests/kernels/test_running_sums.py::test_long_texts[257]"),
     ),
     *_in(
         "flexsp/kernels/vector/walks.py",

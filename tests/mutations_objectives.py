@@ -6,21 +6,21 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OBJECTIVES"]
 
-_MAP = "tests/test_feature_map.py::"
-_LOOP = "tests/test_objectives.py::test_against_token_loop"
-_RANKS = "tests/test_objectives.py::test_ranks_equal_one_rank"
-_CALLS = "tests/test_objectives.py::test_one_call_after_another"
-_ROPE_CALLS = "tests/test_rope_states.py::test_two_calls_are_one"
-_ROPE_RANKS = "tests/test_rope_states.py::test_ranks_continue_too"
-_FORWARD = "tests/test_derivatives.py::test_angles_in_forward_mode"
-_THETA = "tests/test_rope_gradients.py::test_against_the_loop"
-_LONG = "tests/test_rope_gradients.py::test_nothing_adds_up_over_long_texts"
-_THETA_RANKS = "tests/test_rope_gradients.py::test_over_ranks"
-_THETA_KERNELS = "tests/test_rope_gradients.py::test_in_kernels"
-_THETA_KERNELS_RANKS = "tests/test_rope_gradients.py::test_over_ranks_in_kernels[delta-bounds0]"
-_THETA_SIZES = "tests/test_rope_gradients.py::test_sizes"
-_EDGES = "tests/test_objectives_edges.py::"
-_EARLIER = "tests/test_earlier_inputs.py::"
+_MAP = "tests/grammar/test_feature_map.py::"
+_LOOP = "tests/grammar/test_objectives.py::test_against_token_loop"
+_RANKS = "tests/grammar/test_objectives.py::test_ranks_equal_one_rank"
+_CALLS = "tests/grammar/test_objectives.py::test_one_call_after_another"
+_ROPE_CALLS = "tests/grammar/test_rope_states.py::test_two_calls_are_one"
+_ROPE_RANKS = "tests/grammar/test_rope_states.py::test_ranks_continue_too"
+_FORWARD = "tests/ops/test_derivatives.py::test_angles_in_forward_mode"
+_THETA = "tests/grammar/test_rope_gradients.py::test_against_the_loop"
+_LONG = "tests/grammar/test_rope_gradients.py::test_nothing_adds_up_over_long_texts"
+_THETA_RANKS = "tests/grammar/test_rope_gradients.py::test_over_ranks"
+_THETA_KERNELS = "tests/grammar/test_rope_gradients.py::test_in_kernels"
+_THETA_KERNELS_RANKS = "tests/grammar/test_rope_gradients.py::test_over_ranks_in_kernels[delta-bounds0]"
+_THETA_SIZES = "tests/grammar/test_rope_gradients.py::test_sizes"
+_EDGES = "tests/grammar/test_objectives_edges.py::"
+_EARLIER = "tests/compiler/test_earlier_inputs.py::"
 
 OBJECTIVES = [
     *_in(
@@ -57,7 +57,7 @@ OBJECTIVES = [
     ),
     *_in("flexsp/scan/tokens.py",
         ("x.to(torch.float64) / unit,", "(x / unit).to(torch.float64),", "a turn is rounded to float32",
-         "tests/test_rope_states.py::test_angles_of_long_texts_are_precise"),
+         "tests/grammar/test_rope_states.py::test_angles_of_long_texts_are_precise"),
     ),
     *_in(
         "flexsp/ops/_delta.py",
@@ -147,7 +147,7 @@ OBJECTIVES = [
     *_in(
         "flexsp/grammar/objectives.py",
         ("without_tail(x, call.cu_seqlens, call.group) for x in (call.q", "x for x in (call.q",
-         "tokens behind the last document have their own products", "tests/test_tail.py::test_objectives[spectral]"),
+         "tokens behind the last document have their own products", "tests/kernels/test_tail.py::test_objectives[spectral]"),
         ("Turns(-steps[0] / _TURN", "Turns(steps[0] / _TURN", "the engine's turns have the other sign", _LOOP + "[spectral-batch]"),
         ("of_values=-steps[1] / _TURN", "of_values=steps[1] / _TURN", "values turn the other way for the engine", _LOOP + "[spectral-batch]"),
         ("with torch.no_grad():  # the engine", "with torch.enable_grad():  # the engine", "angles have gradients of their sums, too",
@@ -159,9 +159,9 @@ OBJECTIVES = [
     *_in(
         "flexsp/grammar/flex_linear_attention.py",
         ("reads, keys = (without_tail(x, cu_seqlens, group) for x in (q, k))", "reads, keys = q, k",
-         "own products come from behind the last document", "tests/test_tail.py::test_tails_are_not_read"),
+         "own products come from behind the last document", "tests/kernels/test_tail.py::test_tails_are_not_read"),
         ("own = scale * (reads * keys)", "own = 2 * scale * (reads * keys)",
-         "tokens have their own products twice", "tests/test_grammar.py::test_against_token_loop[gla, rope-batch]"),
+         "tokens have their own products twice", "tests/grammar/test_grammar.py::test_against_token_loop[gla, rope-batch]"),
         ("not alone", "False", "gradients of theta are sums over the text", _LONG + "[delta-2048]"),
         ("alone = self._custom is not None or", "alone = self.transition.rank > 1 or", "gradients of theta of several rows are sums over the text",
          _LONG + "[delta rows-2048]"),

@@ -6,13 +6,13 @@ from tests.mutate import in_file as _in
 
 __all__ = ["OPS"]
 
-_CONSTANTS = "tests/test_selective_scan.py::test_the_same_for_all_tokens"
-_TAIL, _PEERS, _EDGES = "tests/test_tail.py::", "tests/test_peers_calls.py::", "tests/test_op_edges.py::"
-_RECIPES, _SEQ_IDX = "tests/test_recipes.py::", "tests/test_seq_idx.py::"
+_CONSTANTS = "tests/kernels/test_selective_scan.py::test_the_same_for_all_tokens"
+_TAIL, _PEERS, _EDGES = "tests/kernels/test_tail.py::", "tests/ops/test_peers_calls.py::", "tests/ops/test_op_edges.py::"
+_RECIPES, _SEQ_IDX = "tests/ops/test_recipes.py::", "tests/ops/test_seq_idx.py::"
 _UNTRANSFORMED = "        untransformed(cls.title, IN_PYTORCH)\n"
 _FINAL = "        want_final = operators.wants_final(output_final_state, cu_seqlens, sp)\n        initial"
-_DTYPES = "tests/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
-_CHECKS = "tests/test_kept_checks.py::"
+_DTYPES = "tests/compiler/test_fallback.py::test_all_dtypes_but_float64_have_kernels"
+_CHECKS = "tests/ops/test_kept_checks.py::"
 
 OPS = [
     *_in(
@@ -51,7 +51,7 @@ OPS = [
     ),
     *_in(
         "flexsp/runtime/steps.py",
-        ("self.nbytes + x[0], *x[1:]", "x[0], *x[1:]", "buffers of a forward pass lie on each other", "tests/test_launch_plan.py::test_buffers_of_two_workspaces_in_one_piece_of_memory"),
+        ("self.nbytes + x[0], *x[1:]", "x[0], *x[1:]", "buffers of a forward pass lie on each other", "tests/kernels/test_launch_plan.py::test_buffers_of_two_workspaces_in_one_piece_of_memory"),
     ),
     *_in(
         "flexsp/kernels/executable.py",
@@ -70,7 +70,7 @@ OPS = [
     *_in(
         "flexsp/kernels/table.py",
         ("torch.where(used[:, None], rows, tail)", "torch.where(used[:, None], rows, 0)", "slots do not say where the tail begins",
-         "tests/test_table.py::test_empty_documents_at_both_ends"),
+         "tests/kernels/test_table.py::test_empty_documents_at_both_ends"),
     ),
     *_in(
         "flexsp/comm/documents.py",
@@ -89,12 +89,12 @@ OPS = [
     *_in(
         "flexsp/kernels/columns.py",
         ("x.repeat_interleave(self.n, dim)", "x.repeat(*[self.n if i == dim else 1 for i in range(x.dim())])",
-         "blocks of columns have weights of another head", "tests/test_large_values.py::test_documents_as_in_pytorch[mamba3]"),
+         "blocks of columns have weights of another head", "tests/compiler/test_large_values.py::test_documents_as_in_pytorch[mamba3]"),
     ),
     *_in(
         "flexsp/integrations/transformers/check.py",
         ('({"head_dim"} if hasattr(module, "ssm_state_size") else set())', "set()", "wide heads of Mamba-2 are refused",
-         "tests/test_transformers.py::test_other_configs[mamba2-wide]"),
+         "tests/integrations/test_transformers.py::test_other_configs[mamba2-wide]"),
     ),
     *_in(
         "flexsp/kernels/diagonal/in_pytorch.py",
@@ -103,15 +103,15 @@ OPS = [
     *_in(
         "flexsp/compiler/frontend/functions.py",
         ("min(T, max(0, stop - bounds[-1]))", "min(T, max(0, T - bounds[-1]))", "ranks take the tail of the first",
-         "tests/test_sp_ops.py::test_documents_that_end_before_the_tokens[gla]"),
+         "tests/ops/test_sp_ops.py::test_documents_that_end_before_the_tokens[gla]"),
     ),
     *_in(
         "flexsp/ops/mamba2.py",
         ("without_tail((y + x * weight).to(x.dtype), cu_seqlens, sp)", "(y + x * weight).to(x.dtype)", "a skip reaches the tail",
          _TAIL + "test_in_pytorch[mamba2]"),
         ('    check.check_non_positive("A", A, "values <= 0, usually -exp(A_log)")\n', "", "states may grow",
-         "tests/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[read-rates]"),
-        ("if state_v_first is None and states:", "if False:", "the layout of states is guessed", "tests/test_validation.py::test_mamba2"),
+         "tests/ops/test_kept_checks.py::test_bad_arguments_of_mamba2_after_good_ones[read-rates]"),
+        ("if state_v_first is None and states:", "if False:", "the layout of states is guessed", "tests/ops/test_validation.py::test_mamba2"),
     ),
     *_in(
         "flexsp/nn/attention/local.py",
@@ -125,7 +125,7 @@ OPS = [
     *_in(
         "flexsp/scan/tokens.py",
         ("return states.masked_fill(~here", "return states.masked_fill(here & ~here", "rows of other ranks reach gradients",
-         "tests/test_sp_ops.py::test_documents_that_end_before_the_tokens[mlstm]"),
+         "tests/ops/test_sp_ops.py::test_documents_that_end_before_the_tokens[mlstm]"),
     ),
     *_in(
         "flexsp/ops/_peers.py",
@@ -140,31 +140,33 @@ OPS = [
         "flexsp/ops/mlstm.py",
         ("m[:, -1] if T else entering", "m[:, -1] if T else begun", "a last rank without tokens has the first rank's maxima",
          _EDGES + "test_mlstm_with_a_last_rank_without_tokens"),
-        ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/test_validation.py::test_mlstm_with_heads_first"),
+        ("tuple(x.transpose(1, 2) if", "tuple(x if", "heads are taken for tokens", "tests/ops/test_validation.py::test_mlstm_with_heads_first"),
     ),
     *_in(
         "flexsp/kernels/functions.py",
         ('how += f", boundaries {cu_seqlens.tolist()}"', 'how += ""', "ranks take different documents",
-         "tests/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
+         "tests/comm/test_disagreement.py::test_values_that_all_ranks_must_agree_on"),
         (" and y.requires_grad]", "]", "in graphs, gradients are asked of final states that depend on nothing",
-         "tests/test_no_tokens.py::test_compiled[kda_in_kernel]"),
+         "tests/compiler/test_no_tokens.py::test_compiled[kda_in_kernel]"),
     ),
     *_in(
         "flexsp/kernels/vector/walks.py",
         ("o_st, head * o_sh + p, valid, C)\n        slopes", "o_st, head + p, valid, C)\n        slopes", "outputs of later channels answer for the first",
-         "tests/test_vector_state.py::test_kernels[several programs]"),
+         "tests/kernels/test_vector_state.py::test_kernels[several programs]"),
     ),
     *_in(
         "flexsp/ops/_validate.py",
         ("x.shape[0] < 1 or x.shape[2] < 1", "x.shape[0] < 1", "calls without heads are taken",
-         "tests/test_validation.py::test_mamba3_of_no_sequence_or_head"),
-        ("if not 1 <= size <= most:", "if False:", "heads of any size are taken", "tests/test_validation.py"),
-        ("if G < 1 or n % G:", "if G < 1:", "groups need not divide heads", "tests/test_validation.py"),
+         "tests/ops/test_validation.py::test_mamba3_of_no_sequence_or_head"),
+        ("if not 1 <= size <= most:", "if False:", "heads of any size are taken", "tests/ops/test_validation.py"),
+        ('sp.check_signature((op, x.dtype, f"B={x.shape[0]}", *signature))', "pass", "ranks do not compare their calls",
+         "tests/ops/test_sp_ops.py::test_ranks_must_agree_on_the_call"),
+        ("if G < 1 or n % G:", "if G < 1:", "groups need not divide heads", "tests/ops/test_validation.py"),
     ),
     *_in(
         "flexsp/nn/recurrent.py",
         ("if rest or not 1 <= size <= most:", "if rest:", "layers take heads of any size",
-         "tests/test_layers.py::test_bad_input"),
+         "tests/nn/test_layers.py::test_bad_input"),
     ),
     *_in(
         "flexsp/exceptions.py",
@@ -176,20 +178,20 @@ OPS = [
         ("x.stride(), x.data_ptr()", "x.data_ptr()", "a later call is read by the first one's strides",
          _EDGES + "test_vector_states", _EDGES + "test_selective_scan"),
         (_UNTRANSFORMED + _FINAL, _FINAL, "transforms of torch.func reach the kernels",
-         "tests/test_derivatives.py::test_transforms_of_kernels_are_refused"),
+         "tests/ops/test_derivatives.py::test_transforms_of_kernels_are_refused"),
     ),
     *_in(
         "flexsp/kernels/diagonal/op.py",
         ('("softplus", softplus), ("dt_bias", bias)', '("dt_bias", bias)', "a kept call forgets how steps are made",
-         "tests/test_kept_calls.py::test_what_tells_calls_of_the_dual_apart[softplus]"),
+         "tests/kernels/test_kept_calls.py::test_what_tells_calls_of_the_dual_apart[softplus]"),
         ('("D", skips)]', '("D", skips or bias)]', "a kept call takes a bias for a skip",
-         "tests/test_kept_calls.py::test_what_tells_calls_of_the_dual_apart[no skip]"),
+         "tests/kernels/test_kept_calls.py::test_what_tells_calls_of_the_dual_apart[no skip]"),
     ),
     *_in(
         "flexsp/ops/selective_scan.py",
         ("    u = without_tail(u, cu_seqlens, group)  #", "    #", "what lies behind documents reaches a constant B", _CONSTANTS),
         ("delta.to(wide_u.dtype).repeat", "delta.repeat", "gradients of steps are rounded number by number",
-         "tests/test_selective_scan.py::test_the_same_for_all_tokens_beside_steps_of_half_precision"),
+         "tests/kernels/test_selective_scan.py::test_the_same_for_all_tokens_beside_steps_of_half_precision"),
         ("u).repeat_interleave(N),", "u).repeat(N),", "numbers have the biases of other channels", _CONSTANTS),
         ("return x[None, None]\n", "return x[None, None].flip(2)\n", "channels have constants of others", _CONSTANTS),
     ),
@@ -197,7 +199,7 @@ OPS = [
         "flexsp/kernels/selective/selective_plan.py",
         ("        to[..., N:].zero_()\n", "", "columns behind the last number are read as they lie", _EDGES + "test_selective_scan"),
         ('["delta", self._z or "u", "do"], FINAL', '["delta", "u", "do"], FINAL', "gates of outputs are read as inputs lie",
-         "tests/test_selective_scan.py::test_kernels[small steps]"),
+         "tests/kernels/test_selective_scan.py::test_kernels[small steps]"),
     ),
     *_in(
         "flexsp/kernels/selective/grads.py",
@@ -211,9 +213,9 @@ OPS = [
     *_in(
         "flexsp/kernels/columns.py",
         ("x.repeat_interleave(self.n, dim)", "x.repeat([self.n if i == dim else 1 for i in range(x.dim())])",
-         "blocks of columns have other heads' gates", "tests/test_large_values.py::test_as_in_pytorch[gated]"),
+         "blocks of columns have other heads' gates", "tests/compiler/test_large_values.py::test_as_in_pytorch[gated]"),
         ("(self.n, self.width)).transpose(2, 3).flatten(1, 2)", "(self.width, self.n)).movedim(4, 2).flatten(1, 2)",
-         "columns of states go to other blocks", "tests/test_large_values.py::test_blocks"),
+         "columns of states go to other blocks", "tests/compiler/test_large_values.py::test_blocks"),
     ),
     *_in(
         "flexsp/kernels/mlstm/rows.py",
@@ -239,43 +241,43 @@ OPS = [
     *_in(
         "flexsp/ops/_delta.py",
         (' or name == "vector_gated_delta" or reads > 1)', " or reads > 1)", "gates of channels have a row for each token of several keys",
-         "tests/test_reflections.py::test_against_token_loops[kda product]"),
+         "tests/compiler/test_reflections.py::test_against_token_loops[kda product]"),
         ("return out.to(v.dtype), final_state(last, call)", "return out, final_state(last, call)", "decoding answers in float32",
-         "tests/test_ops.py::test_recurrent_ops_of_programs[kda-dtype2]"),
+         "tests/ops/test_ops.py::test_recurrent_ops_of_programs[kda-dtype2]"),
     ),
     *_in(
         "flexsp/grammar/mask.py",
         ("dtypes=(q.dtype, torch.float32)", "dtypes=(q.dtype, torch.bfloat16)", "masks take no float32 beside half precision",
-         "tests/test_custom_mask.py::test_arrays_may_be_in_float32_beside_half_precision[gated]"),
+         "tests/grammar/test_custom_mask.py::test_arrays_may_be_in_float32_beside_half_precision[gated]"),
     ),
     *_in(
         "flexsp/grammar/objectives.py",
         ("call.column[:, :, None, :, None]).to(v.dtype)", "call.column[:, :, None, :, None]).to(v.dtype) * 0 + call.v",
-         "step sizes do not weigh the values of several steps", "tests/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
+         "step sizes do not weigh the values of several steps", "tests/grammar/test_objectives.py::test_against_token_loop[steps, exponential-batch]"),
     ),
     *_in(
         "flexsp/grammar/flex_linear_attention.py",
         ('of_tokens = self.transition.kind == "spectral" or', "of_tokens =", "angles of spectral transitions answer to rounded rows",
-         "tests/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
+         "tests/grammar/test_objectives_edges.py::test_the_engine_is_given_rows_of_one_dtype[spectral]"),
         ('"spectral" or "theta" in self.features.inputs', '"spectral"', "angles of rope answer to rounded rows",
-         "tests/test_gate_gradients.py::test_angles[rope]"),
+         "tests/ops/test_gate_gradients.py::test_angles[rope]"),
     ),
     *_in(
         "flexsp/nn/verify.py",
         ("{torch.float64: torch.complex128, ", "{", "complex numbers keep their precision",
-         "tests/test_verify.py::test_complex_numbers_are_converted_to_the_precision_that_is_asked_for"),
+         "tests/nn/test_verify.py::test_complex_numbers_are_converted_to_the_precision_that_is_asked_for"),
         ("if sum(lengths[:rank]) % 2 == 0 and", "if sum(lengths[:rank]) % 2 == 2 and", "verify cuts on the edges of chunks",
-         "tests/test_verify.py::test_cuts_are_off_the_edges_of_chunks[2]"),
+         "tests/nn/test_verify.py::test_cuts_are_off_the_edges_of_chunks[2]"),
     ),
     *_in(
         "flexsp/devices.py",
         ("if B * H > MOST_HEADS:", "if B * H >= MOST_HEADS:", "as many heads as a grid has are refused",
-         "tests/test_engine_edges.py::test_more_heads_than_a_grid_has_rows"),
+         "tests/kernels/test_engine_edges.py::test_more_heads_than_a_grid_has_rows"),
     ),
     *_in(
         "flexsp/nn/attention/function.py",
         ("(not q.is_cuda or q.dtype == torch.float64)", "(not q.is_cuda)", "flex attention is asked for float64",
-         "tests/test_attention.py::test_what_auto_takes"),
+         "tests/nn/test_attention.py::test_what_auto_takes"),
     ),
     *_in(
         "flexsp/ops/_validate.py",

@@ -7,7 +7,7 @@ from tests.mutate import in_file as _in
 
 __all__ = ["PLANNER"]
 
-_PLAN = "tests/test_training_plan.py::"
+_PLAN = "tests/planner/test_training_plan.py::"
 
 PLANNER = [
     *_in(

@@ -6,22 +6,22 @@ from tests.mutate import in_file as _in
 
 __all__ = ["PROGRAMS"]
 
-_PARTS = "tests/test_state_parts.py::"
-_NUMBERS = "tests/test_random_states.py::test_gates_of_channels_beside_numbers"
-_PIECES = "tests/test_generated_programs.py::test_what_needs_all_columns_is_not_taken_in_pieces"
-_SENDS = "tests/test_exchange_by_kernel.py::test_who_sends"
-_CUTS = "tests/test_nearly_right_programs.py::test_functions_that_disagree_about_where_a_chunk_ends"
-_EDGES = "tests/test_nearly_right_programs.py::test_chunks_that_are_part_of_the_model"
-_CHECK = "tests/test_check.py::"
-_DECODE = "tests/test_decode.py::"
+_PARTS = "tests/compiler/test_state_parts.py::"
+_NUMBERS = "tests/grammar/test_random_states.py::test_gates_of_channels_beside_numbers"
+_PIECES = "tests/compiler/test_generated_programs.py::test_what_needs_all_columns_is_not_taken_in_pieces"
+_SENDS = "tests/scan/test_exchange_by_kernel.py::test_who_sends"
+_CUTS = "tests/compiler/test_nearly_right_programs.py::test_functions_that_disagree_about_where_a_chunk_ends"
+_EDGES = "tests/compiler/test_nearly_right_programs.py::test_chunks_that_are_part_of_the_model"
+_CHECK = "tests/compiler/test_check.py::"
+_DECODE = "tests/compiler/test_decode.py::"
 _STEPS = _DECODE + "test_kernels_against_token_loop"
-_ROWS = "tests/test_input_rows.py::"
+_ROWS = "tests/compiler/test_input_rows.py::"
 
 PROGRAMS = [
     *_in(
         "flexsp/compiler/planning/generated_plan.py",
         ('"DITHERED": self.products == torch.bfloat16', '"DITHERED": False', "generated inverses are rounded to the nearest number",
-         "tests/test_reflections.py::test_which_generated_inverses_are_dithered"),
+         "tests/compiler/test_reflections.py::test_which_generated_inverses_are_dithered"),
     ),
     *_in(
         "flexsp/compiler/backend/pieces.py",
@@ -30,7 +30,7 @@ PROGRAMS = [
         ("found = strange or later", "found = strange", "pieces read a part of a sum over all", _PIECES),
         ('return f"{size} - v0" if size == self.cols else super()._limit(size)', "return super()._limit(size)",
          "the last piece reads past the row",
-         "tests/test_large_states.py::test_pieces_give_what_whole_tiles_give[gla_own_bias]"),
+         "tests/compiler/test_large_states.py::test_pieces_give_what_whole_tiles_give[gla_own_bias]"),
     ),
     *_in(
         "flexsp/scan/by_kernel.py",
@@ -40,26 +40,26 @@ PROGRAMS = [
     *_in(
         "flexsp/scan/maxima.py",
         ("start, cut = start.new_full(a.shape[:-1], -torch.inf), first", "cut = first", "what enters the first rank reaches the first document",
-         "tests/test_max_plus.py::test_nothing_enters_from_before_the_documents"),
+         "tests/grammar/test_max_plus.py::test_nothing_enters_from_before_the_documents"),
     ),
     *_in(
         "flexsp/kernels/operators.py",
         ("def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, Optional]:",
          "def forward(ctx: Any, a: Any, b: Any, c: Any, d: Any, e: Any, *f: Any) -> Any:\n        given = a, b, c, d, e, *f",
          "a graph takes forward for one without ctx",
-         "tests/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[hgrn]"),
+         "tests/compiler/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[hgrn]"),
     ),
     *_in(
         "flexsp/compiler/planning/lowering.py",
         ("if hasattr(x, former) and", "if False and", "an engine's methods of former names are not asked",
-         "tests/test_lowering.py::test_what_no_program_carries"),
+         "tests/compiler/test_lowering.py::test_what_no_program_carries"),
     ),
     *_in(
         "flexsp/compiler/frontend/check.py",
         ("if name not in own and not OURS.match(name)", "if name not in own", "an input is named like a gradient",
-         "tests/test_messages.py::test_names_of_inputs_that_kernels_have[d_k]"),
+         "tests/compiler/test_messages.py::test_names_of_inputs_that_kernels_have[d_k]"),
         ("float(z.abs().max())", "float(z.max())", "negative numbers are taken to be small",
-         "tests/test_nearly_right_programs.py::test_numbers_are_compared_by_their_size[-1000000.0]"),
+         "tests/compiler/test_nearly_right_programs.py::test_numbers_are_compared_by_their_size[-1000000.0]"),
         ("apart = _difference(second.after, whole.after)", "apart = 0.0", "states may depend on where chunks end", _CUTS),
         ("apart = _difference(o, whole.o)", "apart = 0.0", "outputs may depend on where chunks end", _CUTS),
         ("second = self._run(self._part(values, _CUT, _LONG), first.after)",
@@ -112,12 +112,12 @@ PROGRAMS = [
     *_in(
         "flexsp/compiler/frontend/functions.py",
         ("        if B:\n            return vmap", "        if True:\n            return vmap", "functions are mapped over no sequences",
-         "tests/test_no_tokens.py::test_no_sequences[gla_own_bias]"),
+         "tests/compiler/test_no_tokens.py::test_no_sequences[gla_own_bias]"),
         ("*self.tokens.values(), *self.params.values()]", "*self.tokens.values()]",
          "parameters have no gradient on an empty shard",
-         "tests/test_cuts_between_ranks.py::test_parameters_have_gradients_on_a_rank_without_tokens"),
+         "tests/scan/test_cuts_between_ranks.py::test_parameters_have_gradients_on_a_rank_without_tokens"),
         ("len(states[-1]) >= free", "len(states[-1]) >= max(widths)", "units lie beside a state of parts",
-         "tests/test_custom_transition.py::test_transition_on_ranks_equals_one_rank[counted delta-lengths3]"),
+         "tests/grammar/test_custom_transition.py::test_transition_on_ranks_equals_one_rank[counted delta-lengths3]"),
     ),
     *_in(
         "flexsp/compiler/frontend/functions.py",
@@ -140,38 +140,38 @@ PROGRAMS = [
         "flexsp/compiler/dispatch.py",
         ("if plan is None and code.program.lowerings and", "if False and",
          "kernels that are known to be wrong run what a lowering declines",
-         "tests/test_lowering.py::test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch"),
+         "tests/compiler/test_lowering.py::test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch"),
     ),
     *_in(
         "flexsp/variants/delta_rule.py",
         ("return not (several and", "return not (False and", "the delta engine says that it takes what it does not",
-         "tests/test_lowering.py::test_the_delta_engine_serves_what_it_takes"),
+         "tests/compiler/test_lowering.py::test_the_delta_engine_serves_what_it_takes"),
     ),
     *_in(
         "flexsp/compiler/linear_attention.py",
         ("                self._refused(str(error))", "                raise",
          "a fallback is lost where a lowering serves a call and does not take it",
-         "tests/test_lowering.py::test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch"),
+         "tests/compiler/test_lowering.py::test_what_a_lowering_serves_and_does_not_take_runs_in_pytorch"),
         ("if not self.program.lowerings:", "if True:", "kernels are generated for calls that an engine runs",
-         "tests/test_scalar_decay.py::test_kernels_are_generated_where_no_engine_runs_a_call"),
+         "tests/compiler/test_scalar_decay.py::test_kernels_are_generated_where_no_engine_runs_a_call"),
         ("meta.sizes(), meta.rows or 1", "meta.sizes(), 1", "ranks count rows of tokens as tokens",
          _ROWS + "test_ranks_equal_the_token_loop[2-lengths0-bounds1]"),
     ),
     *_in(
         "flexsp/compiler/graphs/inverses.py",
         ("if None in found:", "if found:", "the adjoint of an inverse multiplies [C, C] matrices",
-         "tests/test_step_graphs.py::test_adjoint_of_an_inverse"),
+         "tests/compiler/test_step_graphs.py::test_adjoint_of_an_inverse"),
         ("(one, other)), None)", "(one, x.args[1])), None)", "a factor of the adjoint of an inverse is another product",
-         "tests/test_step_graphs.py::test_variants[deltanet]"),
+         "tests/compiler/test_step_graphs.py::test_variants[deltanet]"),
     ),
     *_in(
         "flexsp/compiler/graphs/differentiate.py",
         ("copy_of_it.name = copy_of_it.target = node.name", "pass", "an input named as Python's own is not found",
-         "tests/test_messages.py::test_names_of_inputs_that_graphs_write_their_own_way[input]"),
+         "tests/compiler/test_messages.py::test_names_of_inputs_that_graphs_write_their_own_way[input]"),
         ("        if node.name in names:\n", "        if False:\n", "an input has the name of an operator's node",
-         "tests/test_messages.py::test_names_of_inputs_that_graphs_write_their_own_way[mul]"),
+         "tests/compiler/test_messages.py::test_names_of_inputs_that_graphs_write_their_own_way[mul]"),
         (' and dims(node)[0] != last)', ")", "a walk over some columns reads the first rows of a tile",
-         "tests/test_generated_programs.py::test_kept_tiles_of_all_orders[no axis is tokens]"),
+         "tests/compiler/test_generated_programs.py::test_kept_tiles_of_all_orders[no axis is tokens]"),
     ),
     *_in(
         "flexsp/compiler/planning/generated_plan.py",
@@ -188,14 +188,14 @@ PROGRAMS = [
     *_in(
         "flexsp/compiler/backend/tile_ops.py",
         ("tl.maximum(g.to(tl.float32), GATE_MIN, propagate_nan=tl.PropagateNan.ALL)", "g.to(tl.float32)",
-         "generated kernels read gates that nobody clamped", "tests/test_beside_kernels.py::test_closed_gates_in_bfloat16[hgrn2]"),
+         "generated kernels read gates that nobody clamped", "tests/kernels/test_beside_kernels.py::test_closed_gates_in_bfloat16[hgrn2]"),
         ("tl.where(g.to(tl.float32) <= GATE_MIN, 0.0, x)", "x", "gates that are closed have gradients",
-         "tests/test_beside_kernels.py::test_closed_gates_in_bfloat16[rwkv6]"),
+         "tests/kernels/test_beside_kernels.py::test_closed_gates_in_bfloat16[rwkv6]"),
         ("if length >= 0:  # always\n            x = tl.dot(a.to(DOT), b.to(DOT),",
          "if length >= 0:  # always\n            x = tl.dot(a.to(DOT), b,", "products of eight warps have operands of two types",
-         "tests/test_large_states.py::test_operands_of_products_are_rounded_alike"),
+         "tests/compiler/test_large_states.py::test_operands_of_products_are_rounded_alike"),
         ("_SMALL = tl.constexpr(2048)", "_SMALL = tl.constexpr(1024)", "lanes of a larger sum round differently",
-         "tests/test_generated_offline.py::test_llvm_workaround_of_a_sum_round_alike"),
+         "tests/compiler/test_generated_offline.py::test_llvm_workaround_of_a_sum_round_alike"),
     ),
 ]
 # ruff: noqa: E501 (texts of code are kept whole)

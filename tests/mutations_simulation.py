@@ -7,14 +7,14 @@ from tests.mutate import in_file as _in
 
 __all__ = ["SIMULATION"]
 
-_BY = "tests/test_simulate.py::"
+_BY = "tests/bench/test_simulate.py::"
 
 SIMULATION = [
     *_in(
         "flexsp/scan/tile_order.py",
         ("early = has_in and has_out and cut and not dense", "early = False", "a cut does not let tiles go early",
-         "tests/test_tile_order.py"),
-        ("range(block, tiles, blocks)", "range(block, tiles)", "every block has all tiles", "tests/test_tile_order.py"),
+         "tests/scan/test_tile_order.py"),
+        ("range(block, tiles, blocks)", "range(block, tiles)", "every block has all tiles", "tests/scan/test_tile_order.py"),
     ),
     *_in(
         "flexsp/bench/simulation/network.py",

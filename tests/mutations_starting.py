@@ -7,16 +7,16 @@ from tests.mutate import in_file as _in
 
 __all__ = ["STARTING"]
 
-_GROUP = "tests/test_group.py::"
-_GROWS = "tests/test_propagate.py::test_heaps_grow_with_the_states_of_calls"
-_TOGETHER = "tests/test_exchanges.py::test_two_scans_travel_together"
-_AUTO = "tests/test_transport.py::test_what_auto_takes"
+_GROUP = "tests/comm/test_group.py::"
+_GROWS = "tests/scan/test_propagate.py::test_heaps_grow_with_the_states_of_calls"
+_TOGETHER = "tests/scan/test_exchanges.py::test_two_scans_travel_together"
+_AUTO = "tests/comm/test_transport.py::test_what_auto_takes"
 
 _HYBRID = "tests/test_train_hybrid.py::"
 _STEPS = "tests/test_train_hybrid_steps.py::"
-_RELEASED = "tests/test_bench_released.py::"
+_RELEASED = "tests/bench/test_bench_released.py::"
 
-_AHEAD = "tests/test_ahead.py::"
+_AHEAD = "tests/ahead/test_ahead.py::"
 _MOVED = _AHEAD + "test_later_processes_find_the_kernels_in_a_moved_folder"
 
 STARTING = [
@@ -57,45 +57,45 @@ STARTING = [
     *_in(
         "flexsp/comm/ranks.py",
         ("self._lengths is None or rows * self._lengths[self.rank] == T_local", "self._lengths is None or rows == 1",
-         "a whole sequence is taken for a shard", "tests/test_validation.py::test_a_whole_sequence_is_called_one"),
+         "a whole sequence is taken for a shard", "tests/ops/test_validation.py::test_a_whole_sequence_is_called_one"),
     ),
     *_in(
         "flexsp/compiler/arguments.py",
         ("sp.check_shard(T, rows)", "sp.check_shard(T)", "rows are taken for tokens",
-         "tests/test_input_rows.py::test_another_length_than_was_set"),
+         "tests/compiler/test_input_rows.py::test_another_length_than_was_set"),
         ("sp.check_shard(x.shape[x.dim() - dims])", "pass", "ranks exchange tokens of shards of another length",
-         "tests/test_earlier_inputs.py::test_another_length_than_was_set"),
+         "tests/compiler/test_earlier_inputs.py::test_another_length_than_was_set"),
     ),
     *_in(
         "flexsp/testing/ranks.py",
         ("            own.kill()\n", "            pass\n", "processes of one call go on",
-         "tests/test_group.py::test_harness"),
+         "tests/comm/test_group.py::test_harness"),
         ('"flexsp.kernels.delta.calls", ', '"flexsp.kernels.delta.call", ', "ranks import what is not there",
          "tests/test_package.py::test_what_ranks_import_first_is_there"),
         ("        torch.manual_seed(seed)\n", "", "ranks draw numbers of their own",
-         "tests/test_group.py::test_ranks_of_a_test_draw_the_same_numbers"),
+         "tests/comm/test_group.py::test_ranks_of_a_test_draw_the_same_numbers"),
     ),
     *_in(
         "tests/harness/ops.py",
         ("mlstm.chunk, selective.scan,\n", "selective.scan,\n", "an op has no row among those on GPUs",
-         "tests/test_ops.py::test_public_names"),
+         "tests/ops/test_ops.py::test_public_names"),
     ),
     *_in(
         "flexsp/ops/_validate.py",
         ("sp.check_shard(x.shape[1])", "pass", "ops take shards of another length than was set",
-         "tests/test_validation.py::test_ops_refuse_another_length_than_was_set"),
+         "tests/ops/test_validation.py::test_ops_refuse_another_length_than_was_set"),
     ),
     *_in(
         "flexsp/scan/tokens.py",
         ("sp.check_shard(T)", "pass", "convolutions take shards of another length than was set",
-         "tests/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
+         "tests/scan/test_exchange_by_kernel.py::test_fewer_tokens_than_lengths_say"),
     ),
     *_in(
         "flexsp/exceptions.py",
         ("finite = -math.inf < value < math.inf", "finite = math.isfinite(value)", "graphs break where a number is a symbol",
-         "tests/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[mlstm]"),
+         "tests/compiler/test_torch_compile.py::test_one_graph_where_all_sizes_are_symbols[mlstm]"),
         ("not value > above", "not value >= above", "a number that has to be above 0 may be 0",
-         "tests/test_objectives_edges.py::test_errors_of_components"),
+         "tests/grammar/test_objectives_edges.py::test_errors_of_components"),
         ("if word and word not in _WORDS:", "if False:", "an unknown word for on is not named",
          _GROUP + "test_other_words_are_refused"),
         ('"yes": True, "on": True', '"yes": True, "on": False', "a usual word for on means off",
@@ -123,7 +123,7 @@ STARTING = [
         ('if transport != "auto" or name != "put":', "if True:", "auto takes put where nothing arrives by it", _AUTO),
         ("        sp.start_anew()\n", "", "a failed trial is remembered", _AUTO),
         ("(sp.world_size == dist.get_world_size() or not chosen.of_world)", "True",
-         "a part of the world makes what all of it must", "tests/test_transport.py::test_which_heaps_grow"),
+         "a part of the world makes what all of it must", "tests/comm/test_transport.py::test_which_heaps_grow"),
     ),
     *_in(
         "flexsp/scan/propagate.py",
@@ -145,41 +145,41 @@ STARTING = [
         "flexsp/kernels/executable.py",
         ("        run_steps(steps[at + 1 :], frame, device)\n", "        run_steps(steps[at:], frame, device)\n",
          "states travel together, and each alone after that",
-         "tests/test_exchanges.py::test_exchanges_of_a_pass[mlstm-kernels-False]"),
+         "tests/scan/test_exchanges.py::test_exchanges_of_a_pass[mlstm-kernels-False]"),
         ("        run_steps(steps[:at], frame, device)\n", "", "nothing runs before states travel together",
-         "tests/test_mlstm_kernels.py::test_against_the_token_loop"),
+         "tests/kernels/test_mlstm_kernels.py::test_against_the_token_loop"),
     ),
     *_in(
         "flexsp/comm/transport.py",
         ('name, device, sends_in_kernel = PROCESS_GROUP, "any", False', 'name, device = PROCESS_GROUP, "any"',
-         "kernels send where there is no memory to send to", "tests/test_transport.py::test_who_sends"),
+         "kernels send where there is no memory to send to", "tests/comm/test_transport.py::test_who_sends"),
     ),
     *_in(
         "flexsp/launch/doctor.py",
         ('"ok" if numpy else "fail"', '"ok"', "doctor takes no notice of numpy",
          "tests/test_installed.py::test_doctor_names_numpy_where_it_is_missing"),
         ('Finding("ok", "posix"', 'Finding("ok", "shm"', "doctor says nothing of a transport",
-         "tests/test_cli.py::test_every_transport_has_a_line"),
-        ("if world > 1:", "if world >= 1:", "doctor starts ranks of one GPU", "tests/test_cli.py::test_ranks_of_the_self_test"),
+         "tests/launch/test_cli.py::test_every_transport_has_a_line"),
+        ("if world > 1:", "if world >= 1:", "doctor starts ranks of one GPU", "tests/launch/test_cli.py::test_ranks_of_the_self_test"),
         ('probe.bind(("127.0.0.1", 0))', 'probe.bind(("127.0.0.1", 1))', "all ranks of the machine meet at one port",
-         "tests/test_cli.py::test_ranks_that_run_at_once_meet_at_ports_of_their_own"),
+         "tests/launch/test_cli.py::test_ranks_that_run_at_once_meet_at_ports_of_their_own"),
         ("last words: {lines[-1:]}", "last words: {lines[1:]}", "doctor says all of what a late process wrote",
-         "tests/test_cli.py::test_children_report_fail_and_never_hang"),
+         "tests/launch/test_cli.py::test_children_report_fail_and_never_hang"),
     ),
     *_in(
         "flexsp/nn/exactness.py",
         ('found |= dict.fromkeys(cls.__name__ for cls in _read(module) if "forward" in vars(cls))', "pass",
-         "nobody is told that forward code is not seen", "tests/test_wrapper.py::test_what_cannot_be_seen_is_said_once"),
+         "nobody is told that forward code is not seen", "tests/nn/test_wrapper.py::test_what_cannot_be_seen_is_said_once"),
     ),
     *_in(
         "flexsp/bench/scale.py",
         ("gpus or _RANKS_A_CORE * cores", "gpus or 1000", "a hundred processes start on two cores",
-         "tests/test_bench.py::test_world_sizes_that_cannot_start_are_refused"),
+         "tests/bench/test_bench.py::test_world_sizes_that_cannot_start_are_refused"),
     ),
     *_in(
         "flexsp/bench/gates.py",
         ("return BOUND * raw.sigmoid()", "return 2 * BOUND * raw.sigmoid()", "bounded gates are below the bound",
-         "tests/test_bench.py::test_gates_are_drawn_as_asked"),
+         "tests/bench/test_bench.py::test_gates_are_drawn_as_asked"),
         ("torch.full_like(bias, -3.0)", "torch.full_like(bias, -2.0)", "mild gates are stronger where an op makes them",
          _RELEASED + "test_gates_are_those_of_the_kind"),
     ),
@@ -191,7 +191,7 @@ STARTING = [
     *_in(
         "flexsp/bench/cases.py",
         (', promised={"safe_gate": True}', "", "KDA's peer does not know that gates are bounded",
-         "tests/test_bench_peers.py::test_other_libraries_are_called_as_their_layers_call_them"),
+         "tests/bench/test_bench_peers.py::test_other_libraries_are_called_as_their_layers_call_them"),
     ),
     *_in(
         "flexsp/bench/layers.py",
@@ -241,11 +241,11 @@ STARTING = [
     *_in(
         "flexsp/compiler/backend/generated_kernels.py",
         ("folder.mkdir(mode=0o755,", "folder.mkdir(mode=0o777,", "an umask of 0 opens the folder of generated kernels",
-         "tests/test_code_folder.py::test_the_users_folder_with_an_umask_of_0"),
+         "tests/compiler/test_code_folder.py::test_the_users_folder_with_an_umask_of_0"),
         ("*(state[:1] if dense", "*(state if dense", "states of many columns are taken for large ones",
-         "tests/test_plan.py::test_kernels_in_pieces_are_those_of_large_states_alone"),
+         "tests/compiler/test_plan.py::test_kernels_in_pieces_are_those_of_large_states_alone"),
         ("return folder if os.access(folder, os.W_OK | os.X_OK) else _own_folder()", "return folder",
          "kernels' files go to a folder that cannot be written",
-         "tests/test_made_once.py::test_folders_that_are_not_named"),
+         "tests/compiler/test_made_once.py::test_folders_that_are_not_named"),
     ),
 ]  # fmt: skip

@@ -7,8 +7,8 @@ from tests.mutate import in_file as _in
 
 __all__ = ["STATES"]
 
-_PROGRAMS = "tests/test_generated_programs.py::"
-_DELTA = "tests/test_hopper_delta.py::test_against_the_token_loop[96, 192]"
+_PROGRAMS = "tests/compiler/test_generated_programs.py::"
+_DELTA = "tests/kernels/test_hopper_delta.py::test_against_the_token_loop[96, 192]"
 
 STATES = [
     *_in(
@@ -17,7 +17,7 @@ STATES = [
             'float("-inf") if BY == 2 else 0.0)\n    segment',
             "0.0)\n    segment",
             "segments that are not there write 0",
-            "tests/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
+            "tests/scan/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
         ),
     ),
     *_in(
@@ -26,7 +26,7 @@ STATES = [
             'float("-inf") if BY == 2 else 0.0, NUMBER)',
             "0.0, NUMBER)",
             "ranks begin maxima at 0",
-            "tests/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
+            "tests/scan/test_propagate.py::test_ranks_with_maxima_and_with_factors[posix]",
         ),
     ),
     *_in(
@@ -44,7 +44,7 @@ STATES = [
             '[ones("@decay")] if factors',
             '[zeroed("@decay")] if factors',
             "a shard without tokens drops the state",
-            "tests/test_generated.py::test_three_ranks_with_an_empty_shard[gla_outer_gates]",
+            "tests/compiler/test_generated.py::test_three_ranks_with_an_empty_shard[gla_outer_gates]",
         ),
     ),
     *_in(
@@ -53,13 +53,13 @@ STATES = [
             "reached < F, 0.0, 0.5",
             "reached < F, 0.0, 1.0",
             "equal numbers do not share their gradient",
-            "tests/test_max_plus.py::test_equal_numbers_share_gradients_as_in_a_loop",
+            "tests/grammar/test_max_plus.py::test_equal_numbers_share_gradients_as_in_a_loop",
         ),
         (
             "F, shift = torch.where(first, torch.maximum(F, a + begun), F)",
             "F, shift = F",
             "documents begin at -inf",
-            "tests/test_max_plus.py::test_against_the_token_loop[packed]",
+            "tests/grammar/test_max_plus.py::test_against_the_token_loop[packed]",
         ),
     ),
     *_in(

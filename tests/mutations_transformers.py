@@ -7,15 +7,15 @@ from tests.mutate import in_file as _in
 
 __all__ = ["TRANSFORMERS"]
 
-_MODELS = "tests/test_transformers.py::test_equals_the_whole_model"
-_TRAINING = "tests/test_transformers_training.py::"
-_BATCH = "tests/test_transformers_batch.py::"
-_LATER = "tests/test_transformers_later.py::"
-_FAMILIES = "tests/test_transformers_families.py::test_equals_the_whole_model"
-_HEADS = "tests/test_transformers_heads.py::"
+_MODELS = "tests/integrations/test_transformers.py::test_equals_the_whole_model"
+_TRAINING = "tests/integrations/test_transformers_training.py::"
+_BATCH = "tests/integrations/test_transformers_batch.py::"
+_LATER = "tests/integrations/test_transformers_later.py::"
+_FAMILIES = "tests/integrations/test_transformers_families.py::test_equals_the_whole_model"
+_HEADS = "tests/integrations/test_transformers_heads.py::"
 _EXAMPLE = "tests/test_train_hybrid.py::"
-_SCORES = "tests/test_transformers_scores.py::"
-_TRAINER = "tests/test_transformers_trainer.py::"
+_SCORES = "tests/integrations/test_transformers_scores.py::"
+_TRAINER = "tests/integrations/test_transformers_trainer.py::"
 
 TRANSFORMERS = [
     *_in(
@@ -138,7 +138,7 @@ TRANSFORMERS = [
         ("        space = {**space, **names}\n", "        space.update(names)\n", "other models in the process change",
          _BATCH + "test_nothing_else_changes[zamba2]"),
         ("        space.pop(\"__name__\", None)", "        space.pop(\"__none__\", None)", "compiled layers look functions up elsewhere",
-         "tests/test_fla_checks.py::test_layers_are_compiled"),
+         "tests/integrations/test_fla_checks.py::test_layers_are_compiled"),
         ("    setattr(module, _MARK, _Kept(sp))\n", "    setattr(module, _MARK, True)\n", "a pickle forgets parallelize",
          _LATER + "test_a_pickle"),
         ("    del forward.__wrapped__", "    forward.__wrapped__", "accelerate takes the wrong wrapper off",

@@ -445,7 +445,7 @@ def test_names_the_argument(name: str) -> None:
     assert not raw, "\n".join(raw)
 
 
-IN_ROWS_ELSEWHERE = {("mamba3", "initial_state"), ("recurrent_mamba3", "initial_state")}  # tests/test_mamba3.py
+IN_ROWS_ELSEWHERE = {("mamba3", "initial_state"), ("recurrent_mamba3", "initial_state")}  # tests/ops/test_mamba3.py
 
 
 def test_every_argument_of_an_op_has_a_row() -> None:

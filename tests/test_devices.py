@@ -393,7 +393,7 @@ def table(found: list[Any]) -> str:
     return "\n".join(" ".join(f"{key}={value}" for key, value in x.items() if value is not None) for x in found)
 
 
-# Backward passes that sm_86 and sm_89 have no room for. Their plans are not sure to fit: see tests/test_dispatch.py.
+# Backward passes that sm_86 and sm_89 have no room for. Their plans may not fit: see tests/compiler/test_dispatch.py.
 REFUSED = {f"{name} bfloat16 128 256 packed" for name in ("gated_deltanet", "vector_gated_delta")}
 LARGE_DENSE = ("rwkv7 bfloat16", "rwkv7 float32", "vector_gated_delta bfloat16", "vector_gated_delta float32")
 REFUSED |= {f"{name} 256 256 packed" for name in LARGE_DENSE}

@@ -196,7 +196,7 @@ def test_every_file_has_tests() -> None:
     """That should notice a change of it; those that list it come first."""
     without = [file for file in files_of("flexsp/*") if not which_tests(file)]
     assert not without
-    assert which_tests("flexsp/kernels/table.py")[0] == "tests/test_table.py"
+    assert which_tests("flexsp/kernels/table.py")[0] == "tests/kernels/test_table.py"
 
 
 def test_the_score() -> None:

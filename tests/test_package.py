@@ -186,7 +186,7 @@ def test_no_test_file_imports_another() -> None:
     """What tests share stands in tests/harness/ and in the files beside it that are no tests."""
     found = {path.name: imported_tests(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
     assert {name: tests for name, tests in found.items() if tests} == {}
-    for source in ("from test_group import x", "import tests.test_group as y", "from tests import test_group"):
+    for source in ("from test_group import x", "import tests.comm.test_group as y", "from tests import test_group"):
         assert imported_tests(source)
 
 
@@ -489,7 +489,7 @@ def test_launch_scripts_parse_and_name_the_demo(script: Path) -> None:
 
 def test_lists_of_test_files_name_files_that_exist() -> None:
     named = {*LONGEST, *TOOLS}
-    assert named <= {path.stem for path in (ROOT / "tests").glob("test_*.py")} and len({*LONGEST}) == len(LONGEST)
+    assert named <= {path.stem for path in (ROOT / "tests").rglob("test_*.py")} and len({*LONGEST}) == len(LONGEST)
 
 
 def test_what_ranks_import_first_is_there() -> None:

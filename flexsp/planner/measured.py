@@ -1,6 +1,7 @@
 """The measured numbers that a plan starts from, each with its file of benchmarks/results and that file's commit.
 
-An installed package has no result files, so they stand here once more. tests/test_training_plan.py compares them.
+An installed package has no result files, so they stand here once more. tests/planner/test_training_plan.py compares
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """In which order a block of the chain's kernel waits, computes and sends. Needs no Triton.
 
 `flexsp.scan.propagate` is the kernel. `block_order` says the same once more as a generator, so that `flexsp simulate`
-can time it for more ranks than there are GPUs. tests/test_tile_order.py compares both.
+can time it for more ranks than there are GPUs. tests/scan/test_tile_order.py compares both.
 """
 
 from __future__ import annotations

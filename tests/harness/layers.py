@@ -77,7 +77,7 @@ LAYERS: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {
 }  # fmt: skip
 
 OF_EACH: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {}
-"""The first of each class, by its name; tests/test_validation.py fails for a public layer that has none."""
+"""The first of each class, by its name; tests/ops/test_validation.py fails for a public layer that has none."""
 for row in LAYERS.values():
     OF_EACH.setdefault(row[0].__name__, row)
 

@@ -1,4 +1,4 @@
-"""Every public op, and the tables that tests go through. An op without rows fails tests/test_ops.py."""
+"""Every public op, and the tables that tests go through. An op without rows fails tests/ops/test_ops.py."""
 
 from __future__ import annotations
 

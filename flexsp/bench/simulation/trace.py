@@ -167,7 +167,7 @@ def alike(schedule: str, world: int, per_host: int, rank: int) -> int:
     """A rank that does the same with ranks that stand to it as those of `rank` do.
 
     Where hosts are alike, schedules know of a rank's host only whether it is at least a power of two hosts from the
-    first one and from the last, and otherwise of its place in the host. tests/test_simulate.py asks all ranks.
+    first one and from the last, and otherwise of its place in the host. tests/bench/test_simulate.py asks all ranks.
     """
     unit = per_host if schedule == "hierarchical" else 1
     if schedule == "all_gather" or world % unit:

@@ -3,7 +3,7 @@
 Read off the nodes of the kernel's graph in the order in which they are emitted, for given tile sizes. Shared memory
 has the tiles that products read (loads of a walk in a buffer for each stage of its pipeline) and the scratch of one
 change of layout. Registers have the fp32 tiles that are alive at once. Both are estimates of what Triton 3.6 makes for
-sm_90; `tests/test_plan.py` compares them with compiled kernels.
+sm_90; `tests/compiler/test_plan.py` compares them with compiled kernels.
 """
 
 # fx types the arguments of a node as a union of all there can be.

@@ -9,7 +9,7 @@ that no instruction reads. Such kernels are assembled again with another limit o
 A kernel whose limit of registers put 82 words on the stack was wrong in eight columns of 128, in every call alike, and
 neither search found why. So a limit under which a kernel spills more than without it is not kept.
 
-`tests/test_machine_code.py` holds listings of such kernels and of good ones.
+`tests/runtime/test_machine_code.py` holds listings of such kernels and of good ones.
 """
 
 from __future__ import annotations

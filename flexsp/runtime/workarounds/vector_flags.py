@@ -9,7 +9,7 @@ columns in this way, with warps that disagreed: its result was wrong by half, an
 
 The flags only allow more optimisations. Without them every lane is what the operation says.
 
-`tests/test_llvm_workaround.py` shows the fault; where a release does not show it any more, this file can go.
+`tests/runtime/test_llvm_workaround.py` shows the fault; where a release does not show it any more, this file can go.
 """
 
 from __future__ import annotations

@@ -447,6 +447,8 @@ _FACES = [
     *_in(
         "flexsp/kernels/rotary.py",
         ("a * cos - b * sin", "a * cos + b * sin", "rotations", "tests/grammar/test_grammar.py::test_against_token_loop"),
+        ("angle.requires_grad or transformed()", "angle.requires_grad", "states do not turn in forward mode",
+         "tests/ops/test_derivatives.py::test_angles_in_forward_mode[mamba3]"),
     ),
     *_in(
         "flexsp/grammar/flex_linear_attention.py",

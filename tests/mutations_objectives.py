@@ -12,6 +12,7 @@ _RANKS = "tests/grammar/test_objectives.py::test_ranks_equal_one_rank"
 _CALLS = "tests/grammar/test_objectives.py::test_one_call_after_another"
 _ROPE_CALLS = "tests/grammar/test_rope_states.py::test_two_calls_are_one"
 _ROPE_RANKS = "tests/grammar/test_rope_states.py::test_ranks_continue_too"
+_FORWARD = "tests/ops/test_derivatives.py::test_angles_in_forward_mode"
 _THETA = "tests/grammar/test_rope_gradients.py::test_against_the_loop"
 _LONG = "tests/grammar/test_rope_gradients.py::test_nothing_adds_up_over_long_texts"
 _THETA_RANKS = "tests/grammar/test_rope_gradients.py::test_over_ranks"
@@ -173,10 +174,13 @@ OBJECTIVES = [
         "flexsp/grammar/rope.py",
         ("if self._taken:", "if False:", "turning kept keys back has a gradient, turning them has none",
          _ROPE_CALLS + "[one step; trapezoid; theta]"),
-        ("is_grad_enabled() and not fixed", "is_grad_enabled()", "angles have gradients twice", _THETA + "[batch-difference]"),
+        ("steps = steps.detach() if fixed else steps", "pass", "angles have derivatives twice in forward mode",
+         _FORWARD + "[delta_rule]"),
     ),
     *_in(
         "flexsp/grammar/objectives.py",
+        ("torch.cat(steps, -1).detach()", "torch.cat(steps, -1)", "psi has derivatives twice in forward mode",
+         _FORWARD + "[spectral]"),
         ("strict=call.turns is not None", "strict=False", "rows read their own products twice", _THETA + "[batch-rows, trapezoid]"),
         ("call.theta.detach() - call.theta)", "call.theta - call.theta)", "the key before turns with the token",
          _THETA + "[batch-difference]"),

@@ -275,8 +275,9 @@ class Spectral(Objective):
     def run(self, call: Call) -> tuple[Tensor, Optional]:
         _, K, V = call.sizes
         steps, ends = [call.given[name].to(call.wide) for name in self.inputs], None
-        with torch.no_grad():  # the engine gives the gradients
-            angles = _TURN * running_sum(torch.cat(steps, -1), call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
+        with torch.no_grad():  # the engine gives the gradients; forward mode, too, which goes on without grad mode
+            given = torch.cat(steps, -1).detach()
+            angles = _TURN * running_sum(given, call.cu_seqlens, call.group, wrapped=True, unit=_TURN)
             if call.want_final:
                 ends = last(angles, None, call.cu_seqlens, call.group)
         theta, psi = angles.split([K // 2, V // 2], -1)

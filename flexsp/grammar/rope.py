@@ -60,6 +60,7 @@ class Angles:
             return
         steps = theta if self._speed is None else self._speed.expand(q.shape[0], T, H, K // 2)
         assert steps is not None
+        steps = steps.detach() if fixed else steps  # forward mode goes on where grad mode is off
         # In turns, not radians: without whole turns a sum stays small, and float32 keeps its digits.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not fixed):
             self._sums = running_sum(steps, cu_seqlens, sp, self._before, wrapped=True, unit=_TURN)

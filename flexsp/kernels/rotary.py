@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flexsp.comm.derivatives import transformed
+
 __all__ = ["halved", "paired", "rotate", "turn_rows"]
 
 
@@ -39,7 +41,7 @@ def halved(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def turn_rows(state: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
     """state [N, H, K, V], whose rows depend on ``angle`` [N or 1, H or 1, S] in radians as on rotations of S pairs of
     rows side by side, but are not rotated: for the gradient alone."""
-    if not angle.requires_grad:
+    if not (angle.requires_grad or transformed()):
         return state
     by = (angle - angle.detach()).unsqueeze(-2)
     return rotate(state.transpose(-1, -2), by).transpose(-1, -2)

@@ -343,6 +343,43 @@ def test_transforms_in_pytorch_are_right(name: str) -> None:
         torch.testing.assert_close(transform(f, x), difference, rtol=1e-6, atol=1e-6)
 
 
+def turned(name: str, angles: torch.Tensor) -> torch.Tensor:
+    """Outputs and final states of a variant whose rows turn by angles [1, T, 2, 2], from an initial state on."""
+    T, made = angles.shape[1], torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=made)
+
+    q, k, v, state, step = some(1, T, 2, 4), some(1, T, 2, 4) / 2, some(1, T, 2, 4), some(1, 2, 4, 4), some(1, T, 2)
+    if name == "mamba3":
+        start = ops.Mamba3State(angles[:, 0], state, some(1, 1, 2, 4), some(1, 2, 4))
+        o, end = ops.mamba3(
+            v, step.abs(), -step.abs(), k, q, step, angles, initial_state=start, output_final_state=True
+        )  # fmt: skip
+        return torch.cat([o.flatten(), *(x.flatten() for x in end)])
+    given = {"theta": angles, "psi": angles.flip(1)} if name == "spectral" else {"theta": angles}
+    if name == "delta_rule":
+        given["beta"] = step.sigmoid()
+    rope = None if name == "spectral" else features.rope(data_dependent=True)
+    made_of = FlexLinearAttention(features=rope, transition=getattr(transition, name)())
+    o, end = made_of(q, k, v, **given, initial_state=state, output_final_state=True)
+    return torch.cat([o.flatten(), end.flatten()])
+
+
+@pytest.mark.parametrize("name", ["spectral", "one_step_gd", "delta_rule", "mamba3"])
+def test_angles_in_forward_mode(name: str) -> None:
+    """Engines give gradients of angles, so that nothing else may have derivatives by them, in forward mode neither."""
+    x = torch.randn(1, 70, 2, 2, dtype=torch.float64) / 4
+
+    def f(y: torch.Tensor) -> torch.Tensor:
+        return turned(name, y)
+
+    h = 1e-6
+    want = (f(x * (1 + h)) - f(x * (1 - h))) / (2 * h)
+    for transform in (moved, moved_without_grad):
+        torch.testing.assert_close(transform(f, x), want, rtol=1e-6, atol=1e-6)
+
+
 # Inference mode -------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from flexsp.bench.gates import BOUND, TRAINED, Decays, Normal, decays, log_gates
 from flexsp.bench.in_pytorch import program
 from flexsp.bench.naive import mamba, mamba3, mlstm, rg_lru
 from flexsp.bench.own_inputs import xl_chunk
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["KINDS", "Layer", "Way", "case_of", "ways"]
 

@@ -100,7 +100,9 @@ FAULTS = [
         "flexsp/launch/termination.py",
         ("            signal.signal(signal.SIGTERM, signal.SIG_DFL)", "            pass", "children of a rank are not ended",
          _FAULTS + "test_a_rank_that_torchrun_ends_writes_its_exchanges"),
-        ("        if signal.getsignal(signal.SIGTERM) is _left_to_the_thread:\n            ctypes", "        if True:\n            ctypes",
+        ("    atexit.register(_let_it_write)", "    pass", "a handler of the user's leaves no time to write",
+         _FAULTS + "test_a_rank_that_torchrun_ends_writes_its_exchanges"),
+        ("    if signal.getsignal(signal.SIGTERM) is _left_to_the_thread:\n        ctypes", "    if True:\n        ctypes",
          "the user's handler does not decide", _FAULTS + "test_a_rank_that_torchrun_ends_writes_its_exchanges"),
     ),
     *_in(
